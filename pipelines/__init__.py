@@ -1,0 +1,1 @@
+"""KFP pipelines over the components."""

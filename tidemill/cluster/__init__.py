@@ -1,0 +1,1 @@
+"""Where the Ray cluster of a run comes from."""

@@ -1,0 +1,468 @@
+"""RunConfig: every knob of a run, typed, documented and checked before anything is paid for.
+
+A run is one YAML file plus `key.path=value` overrides. Unknown keys and impossible combinations are refused
+with the key, the value, what is allowed and what to do. `docs/configuration.md` is generated from this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tidemill.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train: str
+    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file), `hf://DATASET:SPLIT`,
+    or `reasoning_gym://TASK`."""
+    held_out: str | None = None
+    """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
+    prompt_key: str = "prompt"
+    """Column of the question: a string, or a list of chat messages with `role` and `content`."""
+    answer_key: str = "answer"
+    """Column of the reference answer; may be absent from the data. All other columns reach the rewards too."""
+    system_prompt: str | None = None
+    """System message before a string prompt; null leaves it to the model's chat template."""
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt is skipped, counted and reported, never cut. With `rollout.max_new_tokens` it is the context
+    that an engine reserves memory for."""
+    shuffle: bool = True
+    """Draw a new order of the rows every epoch, from `seed`."""
+    epochs: Positive | None = None
+    """Passes over the data; null repeats them until `trainer.steps` is reached."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a reasoning-gym task, such as `size` and `seed`."""
+
+
+class RewardConfig(Section):
+    """One reward function; a rollout's reward is the weighted sum of all of them."""
+
+    function: str
+    """`exact_number`, `math_verify`, `reasoning_gym`, or an import path `package.module:function`."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    timeout_s: Seconds = 10.0
+    """A call that takes longer is killed with its process and counted; the group is tried again."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments passed to every call."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engines: Positive = 1
+    """vLLM engine replicas, each a Ray actor."""
+    tensor_parallel_size: Positive = 1
+    """GPUs per engine."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Responses per prompt (n); a group needs at least two for its baseline."""
+    max_new_tokens: Positive = 1024
+    """Response budget in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; log-probs are those of the tempered distribution on both sides."""
+    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
+    """Only 1.0: truncated sampling biases the importance ratio unless the sampling mask is replayed."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a response, besides the end-of-sequence token."""
+    max_concurrent_groups: Positive = 16
+    """Groups in flight per engine."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Engine precision; auto takes bfloat16 where the processor computes in it, else float32."""
+    gpu_memory_utilization: Fraction = 0.9
+    """Share of a GPU's memory that vLLM takes."""
+    cpu_kv_cache_gib: Positive = 1
+    """KV cache of an engine on the CPU."""
+    threads: Positive | None = None
+    """OpenMP threads of an engine on the CPU; null takes all cores."""
+    start_timeout_s: Seconds = 600.0
+    """An engine that is not ready by then fails the run."""
+    group_timeout_s: Seconds = 600.0
+    """A group that takes longer is cancelled and its prompt issued again."""
+    max_attempts: Positive = 3
+    """Failures after which a prompt is quarantined: set aside, counted and reported."""
+
+
+class QueueConfig(Section):
+    """Finished groups on their way to the trainer."""
+
+    capacity: Positive | None = None
+    """Groups held at most; null derives it from the staleness bound."""
+    when_full: Literal["block", "drop_oldest"] = "block"
+    """Block the rollouter, or drop the oldest group, count it and issue its prompt again."""
+
+
+class AsynchronyConfig(Section):
+    """How far generation may run ahead of training."""
+
+    max_staleness: Count = 1
+    """Hard bound on the age of any trained token, in policy versions; 0 is synchronous training."""
+    staleness_threshold: NonNegative | None = None
+    """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained (verl)."""
+    trigger_parameter_sync_step: Positive = 1
+    """Optimizer steps between two weight syncs."""
+    require_batches: Positive = 1
+    """Mini-batches of `trainer.ppo_mini_batch_size` groups that one optimizer step waits for."""
+    pause_mode: Literal["keep", "abort", "wait"] = "keep"
+    """In-flight requests at a weight sync: keep goes on with the tokens and their KV, abort starts a new request
+    from the tokens so far, wait lets them finish first."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and loss."""
+
+    advantage: Literal["grpo"] = "grpo"
+    """Group-relative advantage (Shao et al. 2024, arXiv:2402.03300)."""
+    normalize_std: bool = True
+    """Divide by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    """Clipped surrogate (Schulman et al. 2017, arXiv:1707.06347)."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """The ratio is clipped above at 1 + clip_high; a larger value than clip_low is DAPO's clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Bound of the loss for negative advantages (Ye et al. 2020, arXiv:1912.09729); null leaves it out."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the k3 estimate of KL(policy || reference); above 0 a frozen copy of the first policy is kept."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """Average over all response tokens of the optimizer step, or first over each sequence."""
+
+
+class TrainerConfig(Section):
+    """The optimizer and its steps."""
+
+    steps: Positive
+    """Optimizer steps of the whole run."""
+    ppo_mini_batch_size: Positive = 16
+    """Groups (prompts) per mini-batch."""
+    ranks: Positive = 1
+    """Data-parallel trainer processes."""
+    micro_batch_tokens: Positive = 4096
+    """Tokens of packed groups in one forward pass; a longer group goes alone."""
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up; constant after."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute precision over fp32 master weights; auto takes bfloat16 where the processor computes in it."""
+    threads: Positive | None = None
+    """Intra-op threads of a trainer rank on the CPU; null takes all cores."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    get_timeout_s: Seconds = 1800.0
+    """The trainer gives up when no full batch arrived by then, naming what is in flight."""
+
+
+class SyncConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["shared_memory"] = "shared_memory"
+    """A tensor file in memory that trainer and engines of one host map."""
+    timeout_s: Seconds = 300.0
+    """A publication that takes longer fails the run."""
+    canary_max_gap: Annotated[float, Field(gt=0)] | None = 0.5
+    """After every sync the trainer's and the engine's log-probs of the same tokens may differ by this much in the
+    mean; a wider gap fails the run. Null skips the check."""
+
+
+class EvaluationConfig(Section):
+    """Scoring on held-out prompts, greedily."""
+
+    every: Count = 0
+    """Policy versions between two evaluations during training; 0 leaves only the ones before and after."""
+    max_prompts: Positive | None = None
+    """Prompts per evaluation; null takes all of `data.held_out`."""
+
+
+class StoreConfig(Section):
+    """S3 object store. Keys come from TIDEMILL_S3_ACCESS_KEY and TIDEMILL_S3_SECRET_KEY, never from here."""
+
+    endpoint: str = "embedded"
+    """`embedded` starts a server of its own below `output`; or the `http(s)://host:port` of any S3 server."""
+    bucket: Annotated[str, Field(min_length=3, max_length=63, pattern=r"^[a-z0-9][a-z0-9.-]+[a-z0-9]$")] = "tidemill"
+    """Bucket for checkpoints and models; made if it does not exist."""
+
+
+class CheckpointConfig(Section):
+    """Atomic commits of everything a restart needs."""
+
+    every: Count = 10
+    """Policy versions between two checkpoints; 0 leaves only the one at the end."""
+    keep: Positive = 2
+    """Older committed checkpoints of this run are deleted."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the newest commit of a run with this name; `never` refuses to start if there is one."""
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    uri: str | None = None
+    """Tracking server; null writes to an SQLite file below `output`."""
+    experiment: str = "tidemill"
+    """Experiment that the runs stand in."""
+
+
+class RegistryConfig(Section):
+    """The gate before a model version is registered."""
+
+    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
+    """Name of the registered model; null takes the run's `name`."""
+    min_score: float | None = None
+    """Held-out score that the policy must reach; null asks only that it did not get worse."""
+    alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "candidate"
+    """Alias that the new version gets."""
+
+
+class ClusterConfig(Section):
+    """Where the run's Ray cluster comes from."""
+
+    provider: Literal["local", "existing"] = "local"
+    """`local` starts Ray on this machine for the run; `existing` joins the one at RAY_ADDRESS."""
+    cpus: Positive | None = None
+    """CPU slots of a local Ray; null takes all cores."""
+
+
+class RunConfig(Section):
+    """A run, from prompts to a registered model."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
+    """Identifies the run: its folder, checkpoints and MLflow run. A restart under the same name resumes."""
+    model: Annotated[str, Field(min_length=1)]
+    """A local folder, `s3://bucket/prefix`, `models:/NAME/VERSION` of the registry, or a Hugging Face name."""
+    output: Path = Path("runs")
+    """Folder of run folders, the embedded store and the default MLflow file."""
+    seed: Count = 0
+    """Order of prompts, sampling and initialisation."""
+    data: DataConfig
+    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    queue: QueueConfig = Field(default_factory=QueueConfig)
+    asynchrony: AsynchronyConfig = Field(default_factory=AsynchronyConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig
+    sync: SyncConfig = Field(default_factory=SyncConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    registry: RegistryConfig = Field(default_factory=RegistryConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+
+    @property
+    def required_samples(self) -> int:
+        """Groups that one optimizer step consumes."""
+        return self.trainer.ppo_mini_batch_size * self.asynchrony.require_batches
+
+    @property
+    def groups_per_version(self) -> int:
+        """Groups consumed between two weight syncs."""
+        return self.required_samples * self.asynchrony.trigger_parameter_sync_step
+
+    @property
+    def queue_capacity(self) -> int:
+        """`queue.capacity`, or all groups that the staleness bound lets exist at once."""
+        return self.queue.capacity or self.groups_per_version * (self.asynchrony.max_staleness + 1)
+
+    @property
+    def max_groups_between_syncs(self) -> int | None:
+        """The bound as verl has it, or None when `staleness_threshold` is not set."""
+        threshold = self.asynchrony.staleness_threshold
+        return None if threshold is None else math.floor((1 + threshold) * self.groups_per_version + 1e-9)
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return self.output / self.name
+
+    @property
+    def registered_model(self) -> str:
+        """Name in the model registry."""
+        return self.registry.model or self.name
+
+    @model_validator(mode="after")
+    def check_combinations(self) -> RunConfig:
+        """Refuse settings that are fine alone and impossible together."""
+        a = self.asynchrony
+        if self.trainer.steps % a.trigger_parameter_sync_step:
+            raise ConfigError(
+                "trainer.steps",
+                self.trainer.steps,
+                f"a multiple of asynchrony.trigger_parameter_sync_step = {a.trigger_parameter_sync_step}",
+                "The last updates would never reach an engine; change one of the two.",
+            )
+        if self.queue.capacity is not None and self.queue.capacity < self.required_samples:
+            raise ConfigError(
+                "queue.capacity",
+                self.queue.capacity,
+                f"at least the {self.required_samples} groups that one optimizer step waits for",
+                "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches.",
+            )
+        if self.evaluation.every and self.data.held_out is None:
+            raise ConfigError(
+                "evaluation.every", self.evaluation.every, "0 without data.held_out", "Name a held-out file."
+            )
+        if self.registry.min_score is not None and self.data.held_out is None:
+            raise ConfigError(
+                "registry.min_score", self.registry.min_score, "null without data.held_out", "Name a held-out file."
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        """The resolved settings, as a file that `load_config` reads back to an equal RunConfig."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `key.path=value` overrides and validate.
+
+    Files that the config names are taken relative to the config file's folder; `output` to the working directory.
+
+    Raises:
+        ConfigError: naming key, value, what is allowed and what to do.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("config", str(path), "a readable YAML file", f"{error}.") from error
+    return parse_config(text, overrides, base=path.resolve().parent)
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, base: Path | None = None) -> RunConfig:
+    """Parse YAML text as `load_config` does a file; relative data files are looked up below `base`."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError("config", text[:40], "valid YAML", f"{error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("config", type(tree).__name__, "a mapping of settings", "Start from examples/addition.yaml.")
+    for override in overrides:
+        apply_override(tree, override)
+    if base is not None:
+        anchor_data_files(tree, base)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise explain(error) from error
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set `key.path=value` in the tree; the value is YAML, a number in the path indexes a list."""
+    path, equals, value = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise ConfigError("override", override, "key.path=value", "For example trainer.steps=50.")
+    node: Any = tree
+    for depth, key in enumerate(keys[:-1]):
+        node = descend(node, key, ".".join(keys[: depth + 1]), override)
+    last: str | int = keys[-1]
+    if isinstance(node, list):
+        last = list_index(node, keys[-1], path, override)
+    elif not isinstance(node, dict):
+        raise ConfigError(
+            "override", override, f"a key below a section, and {path} is below a value", "Check the path."
+        )
+    try:
+        node[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(path, value, "a YAML value", f"{error}") from error
+
+
+def descend(node: Any, key: str, path: str, override: str) -> Any:
+    """The child of `node`; a missing or null section is made, so that a config file may leave it out."""
+    if isinstance(node, list):
+        return node[list_index(node, key, path, override)]
+    if not isinstance(node, dict):
+        raise ConfigError("override", override, f"a key below a section, and {path} is a value", "Check the path.")
+    if node.get(key) is None:
+        node[key] = {}
+    return node[key]
+
+
+def list_index(node: list[Any], key: str, path: str, override: str) -> int:
+    """`key` as an index into `node`."""
+    if not key.isdecimal() or int(key) >= len(node):
+        raise ConfigError("override", override, f"an index below {len(node)} at {path}", "Count from 0.")
+    return int(key)
+
+
+def anchor_data_files(tree: dict[str, Any], base: Path) -> None:
+    """Make the relative file names in `data` absolute."""
+    data = tree.get("data")
+    if not isinstance(data, dict):
+        return
+    for key in ("train", "held_out"):
+        source = data.get(key)
+        if isinstance(source, str) and "://" not in source:
+            data[key] = str(base / source)
+
+
+def explain(error: ValidationError) -> ConfigError:
+    """Turn pydantic's first finding into one message for the user."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        allowed = ", ".join(sibling_keys(first["loc"]))
+        return ConfigError(key, first["input"], f"one of the keys {allowed}", "Remove it or mend the spelling.")
+    if first["type"] == "missing":
+        return ConfigError(key, None, "a value; it has no default", "Add it to the config file.")
+    more = len(error.errors()) - 1
+    rest = f" ({more} more settings are wrong.)" if more else ""
+    return ConfigError(
+        key, first["input"], first["msg"].removeprefix("Input should be "), f"See docs/configuration.md.{rest}"
+    )
+
+
+def sibling_keys(loc: Sequence[int | str]) -> list[str]:
+    """The keys that the section at `loc[:-1]` has."""
+    section: type[BaseModel] = RunConfig
+    for part in loc[:-1]:
+        if isinstance(part, str):
+            section = section_of(section, part)
+    return list(section.model_fields)
+
+
+def section_of(section: type[BaseModel], key: str) -> type[BaseModel]:
+    """The class of the section under `key`."""
+    annotation = section.model_fields[key].annotation
+    return RewardConfig if not isinstance(annotation, type) or not issubclass(annotation, BaseModel) else annotation
+
+
+def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
+    """Every knob as (dotted key, section that holds it, field name), for the documentation and its tests."""
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from fields(annotation, f"{prefix}{name}.")
+        elif name == "rewards":
+            yield from fields(RewardConfig, f"{prefix}rewards.N.")
+        else:
+            yield f"{prefix}{name}", section, name

@@ -1,0 +1,64 @@
+"""Every error that Tidemill raises on purpose.
+
+TidemillError
+├── ConfigError      a setting or an input file is wrong; the user can fix it before anything starts
+├── DataError        a prompt source cannot be read
+├── ModelError       a model cannot be found, loaded or converted
+├── RewardError      a reward function cannot be imported or breaks its contract
+├── EngineError      a generation engine failed or did not answer in time
+├── SyncError        weights did not arrive whole at an engine
+├── StoreError       the object store cannot be reached or holds something broken
+├── CheckpointError  a checkpoint is missing, incomplete or does not fit this run
+└── RunError         a run cannot go on: an actor died or made no progress in time
+
+All of them survive pickling, because they cross Ray's process boundary.
+"""
+
+from __future__ import annotations
+
+
+class TidemillError(Exception):
+    """Base of all errors raised on purpose; its text is one complete message for the user."""
+
+
+class ConfigError(TidemillError, ValueError):
+    """A setting is wrong. The message names the key, the value, what is allowed and what to do."""
+
+    def __init__(self, key: str, value: object, allowed: str, fix: str) -> None:
+        self.key, self.value, self.allowed, self.fix = key, value, allowed, fix
+        super().__init__(f"{key} = {value!r}: allowed is {allowed}. {fix}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        return type(self), (self.key, self.value, self.allowed, self.fix)
+
+
+class DataError(TidemillError, ValueError):
+    """A prompt source cannot be read; the message names the file and the line."""
+
+
+class ModelError(TidemillError, ValueError):
+    """A model cannot be found, loaded or converted."""
+
+
+class RewardError(TidemillError, ValueError):
+    """A reward function cannot be imported, or returned something that is not a reward."""
+
+
+class EngineError(TidemillError, RuntimeError):
+    """A generation engine failed or did not answer before its deadline."""
+
+
+class SyncError(TidemillError, RuntimeError):
+    """New weights did not arrive whole at an engine, or the engine computes something else with them."""
+
+
+class StoreError(TidemillError, OSError):
+    """The object store cannot be reached, refuses us, or holds something broken."""
+
+
+class CheckpointError(TidemillError, RuntimeError):
+    """A checkpoint is missing, incomplete, or does not fit the run that wants to resume from it."""
+
+
+class RunError(TidemillError, RuntimeError):
+    """A run cannot go on; the cause is chained or quoted in the message."""

@@ -1,0 +1,1 @@
+"""Finished groups on their way from the rollouter to the trainer."""

@@ -1,0 +1,1 @@
+"""The rollout side: prompts, admission, engines, rewards, groups."""

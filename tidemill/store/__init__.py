@@ -1,0 +1,1 @@
+"""What outlives a run: objects, checkpoints, metrics, model versions."""

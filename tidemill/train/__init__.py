@@ -1,0 +1,1 @@
+"""The training side: packing, advantages, losses, the policy and its steps."""
