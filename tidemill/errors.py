@@ -5,6 +5,7 @@ TidemillError
 ├── DataError        a prompt source cannot be read
 ├── ModelError       a model cannot be found, loaded or converted
 ├── RewardError      a reward function cannot be imported or breaks its contract
+│   └── RewardTimeoutError   a reward function did not return in time
 ├── EngineError      a generation engine failed or did not answer in time
 ├── SyncError        weights did not arrive whole at an engine
 ├── StoreError       the object store cannot be reached or holds something broken
@@ -42,6 +43,10 @@ class ModelError(TidemillError, ValueError):
 
 class RewardError(TidemillError, ValueError):
     """A reward function cannot be imported, or returned something that is not a reward."""
+
+
+class RewardTimeoutError(RewardError):
+    """A reward function did not return before its deadline and was killed."""
 
 
 class EngineError(TidemillError, RuntimeError):

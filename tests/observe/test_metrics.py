@@ -1,0 +1,169 @@
+"""Metric values by hand, and the idle clock against scripted waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.errors import DataError, RunError
+from tidemill.observe.metrics import IdleClock, group_metrics, throughput
+from tidemill.records import FinishReason, Float32Array, Group, Prompt, Rollout, VersionSpan
+
+DOCS = Path(__file__).parents[2] / "docs/metrics.md"
+
+
+def rollout(
+    reward: float,
+    spans: tuple[tuple[int, int], ...],
+    finish: FinishReason = "stop",
+    parts: Mapping[str, float] | None = None,
+) -> Rollout:
+    """`spans` are (version, number of tokens)."""
+    versions, start = [], 0
+    for version, tokens in spans:
+        versions.append(VersionSpan(version, start, start + tokens))
+        start += tokens
+    ids, zeros, ones = np.zeros(start, np.int32), np.zeros(start, np.float32), np.ones(start, np.float32)
+    return Rollout(ids, zeros, ones, tuple(versions), finish, "", reward, parts or {"exact": reward}, 2.0)
+
+
+def group(prompt_tokens: int, *rollouts: Rollout) -> Group:
+    return Group(Prompt(0, 0, np.zeros(prompt_tokens, np.int32), ""), rollouts)
+
+
+def advantages(*groups: Group) -> list[Float32Array]:
+    return [np.zeros(len(g.rollouts), np.float32) for g in groups]
+
+
+def test_means_are_over_rollouts_not_over_groups() -> None:
+    small = group(10, rollout(1.0, ((5, 2),)))
+    large = group(20, *(rollout(0.0, ((5, 4),)) for _ in range(3)))
+    metrics = group_metrics([small, large], 5, advantages(small, large))
+    assert metrics["reward/mean"] == 0.25
+    assert metrics["reward/std"] == pytest.approx(np.std([1, 0, 0, 0]))
+    assert metrics["response/length_mean"] == 3.5
+    assert (metrics["response/tokens"], metrics["response/length_max"], metrics["prompt/length_mean"]) == (14, 4, 15)
+
+
+def test_age_is_counted_from_the_oldest_token_and_also_over_tokens() -> None:
+    partial = group(1, rollout(0.0, ((3, 1), (5, 3))), rollout(1.0, ((5, 4),)))
+    fresh = group(1, rollout(0.0, ((5, 4),)), rollout(0.0, ((5, 4),)))
+    metrics = group_metrics([partial, fresh], 5, advantages(partial, fresh))
+    assert (metrics["staleness/max"], metrics["staleness/mean"]) == (2, 1)
+    assert metrics["staleness/token_mean"] == 2 / 16
+    assert metrics["staleness/partial_ratio"] == 0.25
+    assert metrics["groups/zero_variance_ratio"] == 0.5
+
+
+def test_two_spans_of_one_version_are_not_a_partial_rollout() -> None:
+    whole = group(1, rollout(0.0, ((5, 1), (5, 1))))
+    assert group_metrics([whole], 5, advantages(whole))["staleness/partial_ratio"] == 0
+
+
+def test_truncation_abortion_and_parts_are_counted() -> None:
+    one = group(
+        1,
+        rollout(1.0, ((0, 1),), "length", {"exact": 1.0, "format": 0.5}),
+        rollout(0.0, ((0, 1),), "abort", {"exact": 0.0}),
+    )
+    metrics = group_metrics([one], 0, [np.array([1, -1], np.float32)])
+    assert (metrics["response/truncated_ratio"], metrics["response/aborted_ratio"]) == (0.5, 0.5)
+    assert (metrics["reward/exact/mean"], metrics["reward/format/mean"]) == (0.5, 0.5)
+    assert (metrics["advantage/std"], metrics["advantage/min"], metrics["advantage/max"]) == (1, -1, 1)
+
+
+def test_metrics_of_nothing_are_refused() -> None:
+    with pytest.raises(DataError, match="0 groups"):
+        group_metrics([], 0, [])
+    one = group(1, rollout(0.0, ((0, 1),)))
+    with pytest.raises(DataError, match="advantages"):
+        group_metrics([one], 0, [np.zeros(2, np.float32)])
+
+
+def test_every_metric_is_documented() -> None:
+    one = group(1, rollout(1.0, ((0, 1),), parts={"PART": 1.0}))
+    names = group_metrics([one], 0, advantages(one)) | throughput(1, 1)
+    text = DOCS.read_text(encoding="utf-8")
+    assert [name for name in names if f"| `{name}` |" not in text] == []
+
+
+def test_throughput_is_tokens_over_seconds() -> None:
+    assert throughput(300, 2) == {"throughput/tokens_per_second": 150}
+    assert throughput(300, 0) == {"throughput/tokens_per_second": 0}
+
+
+class Script:
+    """A clock that stands at `now`."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_idle_ratio_sums_every_wait_of_the_window() -> None:
+    time = Script()
+    clock = IdleClock(time)
+    for begin, end in ((101, 103), (104, 104.5), (107, 108.5)):
+        time.now = begin
+        clock.enter()
+        time.now = end
+        clock.exit()
+    time.now = 110
+    assert clock.ratio() == 0.4
+
+
+def test_an_open_wait_is_split_between_two_windows() -> None:
+    time = Script()
+    clock = IdleClock(time)
+    time.now = 106
+    clock.enter()
+    time.now = 110
+    assert clock.ratio() == 0.4
+    time.now = 111
+    clock.exit()
+    time.now = 120
+    assert clock.ratio() == 0.1
+    assert clock.total_ratio() == 0.25
+
+
+def test_overlapping_waits_count_once_and_a_failing_one_counts() -> None:
+    time = Script()
+    clock = IdleClock(time)
+    with pytest.raises(ValueError, match="inside"), clock.waiting(), clock.waiting():
+        time.now = 105
+        raise ValueError("inside")
+    time.now = 110
+    assert clock.ratio() == 0.5
+
+
+def test_no_time_is_no_idling_and_an_exit_needs_an_enter() -> None:
+    clock = IdleClock(Script())
+    assert (clock.ratio(), clock.total_ratio()) == (0, 0)
+    with pytest.raises(RunError, match="had not begun"):
+        clock.exit()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["enter", "exit", "read"]), st.integers(0, 9)), max_size=50))
+def test_windows_add_up_to_the_whole(script: list[tuple[str, int]]) -> None:
+    time = Script()
+    clock, depth, idle, windows, mark = IdleClock(time), 0, 0.0, 0.0, 100.0
+    for action, seconds in [*script, ("read", 1)]:
+        time.now += seconds
+        idle += seconds if depth else 0
+        if action == "enter":
+            clock.enter()
+            depth += 1
+        elif action == "exit" and depth:
+            clock.exit()
+            depth -= 1
+        elif action == "read":
+            windows += clock.ratio() * (time.now - mark)
+            mark = time.now
+    assert windows == pytest.approx(idle)
+    assert clock.total_ratio() * (time.now - 100) == pytest.approx(idle)

@@ -1,0 +1,122 @@
+"""The summary file, the table at the end, and the reward curve."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tidemill.errors import DataError
+from tidemill.observe.events import EvaluationFinished, Event, PhaseStarted, StepFinished
+from tidemill.observe.report import Sample, Summary, held_out_points, render, reward_curve_svg_or_png
+
+SUMMARY = Summary(
+    steps=25,
+    held_out_before=0.1,
+    held_out_after=0.85,
+    train_seconds=330.0,
+    total_seconds=505.0,
+    tokens_per_second=412.3,
+    trainer_idle=0.08,
+    rollouter_idle=0.02,
+    max_age=1,
+    peak_memory_bytes=3 * 2**30,
+    checkpoint_uri="s3://tidemill/runs/addition/step-25",
+    model_uri="s3://tidemill/models/addition/25",
+    model_version="addition/3",
+    mlflow_run_id="0a1b",
+    samples=(Sample("What is [34] + 58?", "about 82", "92", "92"), Sample("1 + 1", None, "2", None)),
+    skipped={"too long": 2, "quarantined": 0},
+    dropped={"stale": 3},
+    phase_seconds={"start engines": 57.0},
+)
+
+
+def shown(summary: Summary) -> str:
+    stream = io.StringIO()
+    render(summary, Console(file=stream, width=80), "tidemill generate addition", "tidemill ui addition")
+    return stream.getvalue()
+
+
+def test_a_summary_survives_its_file(tmp_path: Path) -> None:
+    SUMMARY.write(tmp_path / "run/summary.json")
+    assert Summary.read(tmp_path / "run/summary.json") == SUMMARY
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"steps": 1, "samples": []}', '{"samples": [{"a": 1}]}'])
+def test_what_is_no_summary_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(DataError, match="not a summary of a run"):
+        Summary.read(tmp_path / "summary.json")
+    with pytest.raises(DataError, match="not a readable summary"):
+        Summary.read(tmp_path / "none.json")
+
+
+def test_the_report_shows_before_after_and_where_the_model_is() -> None:
+    text = shown(SUMMARY)
+    assert "0.100  ->  0.850  (+0.750)" in text
+    for part in ("What is [34]", "about 82", "addition/3", "s3://tidemill/models/addition/25", "3.00 GiB", "8.0%"):
+        assert part in text
+    assert text.splitlines()[-1] == "  tidemill ui addition"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_only_reasons_that_happened_get_a_line() -> None:
+    text = shown(SUMMARY)
+    assert "skipped prompts: 2 (too long)" in text
+    assert "dropped groups: 3 (stale)" in text
+    assert "quarantined" not in text
+
+
+def test_a_missing_value_says_why() -> None:
+    refused = "held-out score 0.41 is below registry.min_score 0.5"
+    text = shown(replace(SUMMARY, model_version=None, checkpoint_uri=None, missing={"model_version": refused}))
+    assert f"({refused})" in text
+    assert "(no checkpoint was written)" in text
+
+
+def test_a_run_without_held_out_data_says_so_once() -> None:
+    text = shown(replace(SUMMARY, held_out_before=None, held_out_after=None, samples=()))
+    assert "Held-out score  (data.held_out is not set)\n" in text
+    assert "->" not in text
+
+
+def test_commands_appear_only_when_they_would_work() -> None:
+    text = shown(replace(SUMMARY, model_uri=None, mlflow_run_id=None))
+    assert "tidemill generate" not in text
+    assert "tidemill ui" not in text
+
+
+def step(number: int, version: int, reward: float) -> StepFinished:
+    return StepFinished(number, 4, version, 1.0, {"reward/mean": reward}, 0.0)
+
+
+EVENTS: list[Event] = [
+    PhaseStarted("train", 0.0),
+    EvaluationFinished(0, 0.1, [], 0.0),
+    step(1, 0, 0.2),
+    EvaluationFinished(1, 0.3, [], 0.0),
+    step(2, 1, 0.3),
+    step(3, 1, 0.4),
+    step(4, 2, 0.5),
+    EvaluationFinished(2, 0.6, [], 0.0),
+]
+
+
+def test_scores_stand_at_the_step_that_made_their_version() -> None:
+    assert held_out_points(EVENTS) == [(0, 0.1), (2, 0.3), (4, 0.6)]
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_the_reward_curve_is_drawn_in_the_format_of_its_name(tmp_path: Path, suffix: str, magic: bytes) -> None:
+    reward_curve_svg_or_png(EVENTS, tmp_path / f"curve.{suffix}")
+    assert (tmp_path / f"curve.{suffix}").read_bytes().startswith(magic)
+
+
+def test_a_curve_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no finished step"):
+        reward_curve_svg_or_png(EVENTS[:2], tmp_path / "curve.svg")

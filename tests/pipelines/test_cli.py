@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tidemill import __version__
+from tidemill.cli import COMMANDS, build_parser, free_port, main
+from tidemill.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "examples/addition.yaml")
+
+
+def test_help_names_every_command_and_comes_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "tidemill.cli", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert all(f"\n    {name}" in done.stdout for name in COMMANDS)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert imported & {"numpy", "pydantic", "torch", "ray", "kfp", "mlflow", "rich"} == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert f"  tidemill {name}" in capsys.readouterr().out
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"tidemill {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", EXAMPLE, "trainer.stepz=3"], "trainer.stepz = 3: allowed is one of the keys steps"),
+        (["run", "nowhere.yaml"], "nowhere.yaml"),
+        (["run"], "file = None: allowed is a run file, or --resume NAME"),
+        (["run", "--resume", "addition-9"], "resume = 'addition-9'"),
+        (["train", EXAMPLE, "trainer.steps=0"], "trainer.steps = 0"),
+        (["evaluate", EXAMPLE, "data.held_out=null", "registry.min_score=null", "evaluation.every=0"], "data.held_out"),
+        (["ui", "--output", "nowhere"], "output = 'nowhere'"),
+    ],
+)
+def test_misuse_is_one_line_and_status_2(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tidemill: ") and message in error
+    assert error.count("\n") == 1
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ConfigError):
+        main(["--debug", "run", EXAMPLE, "trainer.stepz=3"])
+
+
+def test_model_that_is_not_there_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tmp_path / "nothing"), "hello", "--output", str(tmp_path)]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_port_in_use_is_refused_with_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"port = \d+: allowed is a free port.*--port"):
+            free_port(taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_port_that_is_none_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"port = {port}"):
+        free_port(port)
+
+
+def test_any_port_is_found_for_zero() -> None:
+    assert free_port(0) > 0
+
+
+def test_unknown_command_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(["learn"])
+    assert caught.value.code == 2
+    assert "evaluate" in capsys.readouterr().err

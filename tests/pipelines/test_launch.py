@@ -1,0 +1,206 @@
+"""`tidemill run` as a person runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tidemill.config import RunConfig, load_config
+from tidemill.errors import ConfigError, RunError
+from tidemill.launch import earlier, exclusive, fresh, program, shown, tail_of
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/addition.yaml"
+TIMEOUT_S = 90
+SLOW_REWARD = """
+import time
+open("imported", "w").close()
+time.sleep(600)
+"""
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tidemill.cli", *arguments]
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Living processes that work in a folder or were told of it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            told = str(folder) in " ".join(process.cmdline()) or process.cwd() == str(folder)
+            if told and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@contextmanager
+def blocked_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run whose validation does not end, because the module of its reward sleeps; yields once it does."""
+    (folder / "slow.py").write_text(SLOW_REWARD)
+    arguments = command("run", str(EXAMPLE), "rewards.0.function=slow:reward")
+    with subprocess.Popen(
+        arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not (folder / "imported").exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def example() -> RunConfig:
+    return load_config(EXAMPLE)
+
+
+def moved(config: RunConfig, output: Path) -> RunConfig:
+    return config.model_copy(update={"output": output})
+
+
+def test_every_start_gets_a_name_and_a_folder_of_its_own(example: RunConfig, tmp_path: Path) -> None:
+    names = [fresh(moved(example, tmp_path / "runs")).name for _ in range(3)]
+    assert names == ["addition-1", "addition-2", "addition-3"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
+
+
+def test_versions_of_several_runs_stand_under_one_model(example: RunConfig, tmp_path: Path) -> None:
+    assert fresh(moved(example, tmp_path)).registered_model == "addition"
+
+
+def test_output_that_is_a_file_is_refused(example: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(RunError, match=r"cannot make|not a folder"):
+        fresh(moved(example, tmp_path / "runs"))
+
+
+def test_name_that_leaves_no_room_for_a_number_is_refused(example: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^name = "):
+        fresh(example.model_copy(update={"name": "a" * 63, "output": tmp_path}))
+
+
+def test_unknown_run_is_refused_with_those_that_exist(example: RunConfig, tmp_path: Path) -> None:
+    config = fresh(moved(example, tmp_path))
+    (config.folder / "config.yaml").write_text(config.to_yaml())
+    assert earlier("addition-1", tmp_path, ["trainer.steps=30"]).trainer.steps == 30
+    with pytest.raises(ConfigError, match="addition-1"):
+        earlier("addition-7", tmp_path, [])
+
+
+def test_second_run_below_the_same_folder_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
+    with (
+        exclusive(tmp_path, "addition-1"),
+        pytest.raises(RunError, match=r"addition-1 \(process \d+\) is still going on"),
+        exclusive(tmp_path, "addition-2"),
+    ):
+        pass
+    with exclusive(tmp_path, "addition-3"):
+        pass
+
+
+def test_paths_are_shown_as_a_person_types_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown(tmp_path / "runs/a") == Path("runs/a")
+    assert shown(Path("/elsewhere")) == Path("/elsewhere")
+
+
+def test_program_is_named_as_it_was_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/tidemill", "run"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program() == ".venv/bin/tidemill"
+
+
+def test_tail_is_the_end_of_a_text() -> None:
+    assert tail_of("a\nb\nc\n\n", 2) == "b\nc"
+
+
+@pytest.mark.slow
+def test_failed_step_is_named_with_one_message_and_its_log(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
+    done = run(tmp_path, "run", str(EXAMPLE), "data.train=" + str(tmp_path / "broken.jsonl"))
+    assert done.returncode == 1
+    assert re.search(r"validate failed: .*broken\.jsonl:2: not valid JSON", done.stdout)
+    assert "log: runs/addition-1/log.txt" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" in (tmp_path / "runs/addition-1/log.txt").read_text()
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_step_that_breaks_in_a_way_nobody_foresaw_shows_where(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("raise SystemExit(3)")
+    done = run(tmp_path, "run", str(EXAMPLE), "rewards.0.function=odd:reward")
+    assert done.returncode == 1
+    assert "validate failed" in done.stdout and "SystemExit: 3" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_leaves_no_process_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    with blocked_run(tmp_path) as process:
+        assert len(processes_in(tmp_path)) >= 3
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert "tidemill run --resume addition-1" in out
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_second_interrupt_does_not_stop_the_cleaning_up(tmp_path: Path) -> None:
+    with blocked_run(tmp_path) as process:
+        for _ in range(5):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_run_whose_launcher_was_killed_still_holds_its_folder(tmp_path: Path) -> None:
+    with blocked_run(tmp_path) as process:
+        left = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(TIMEOUT_S)
+        try:
+            done = run(tmp_path, "run", str(EXAMPLE))
+        finally:
+            for child in left:
+                child.kill()
+            psutil.wait_procs(left, timeout=10)
+    assert done.returncode == 1
+    assert "addition-1" in done.stderr and "is still going on" in done.stderr
+
+
+@pytest.mark.slow
+def test_resume_goes_on_under_the_same_name_with_the_same_settings(tmp_path: Path) -> None:
+    (tmp_path / "gone.jsonl").write_text("{")
+    first = run(tmp_path, "run", str(EXAMPLE), "seed=7", "data.train=" + str(tmp_path / "gone.jsonl"))
+    assert first.returncode == 1
+    again = run(tmp_path, "run", "--resume", "addition-1")
+    assert again.returncode == 1
+    assert "run addition-1:" in again.stdout and "gone.jsonl:1" in again.stdout
+    assert load_config(tmp_path / "runs/addition-1/config.yaml").seed == 7

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tidemill_components.evaluate import evaluate
+from tidemill_components.provision import provision
+from tidemill_components.register import register
+from tidemill_components.teardown import teardown
+from tidemill_components.train import train
+from tidemill_components.validate import validate
+
+from tidemill.config import RunConfig, parse_config
+from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
+from tidemill.failure import Failure
+from tidemill.observe.events import read_events
+from tidemill.preflight import check_room, rooms
+
+BAD = "name: probe"
+
+
+class Artifact:
+    """What KFP hands to a component as an output."""
+
+    path = "/nowhere"
+
+    def log_metric(self, name: str, value: float) -> None:
+        raise AssertionError("nothing to log")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: validate.python_func(BAD),
+        lambda: provision.python_func(BAD),
+        lambda: train.python_func(BAD, "{}", Artifact()),
+        lambda: evaluate.python_func(BAD, "{}", Artifact()),
+        lambda: register.python_func(BAD, "{}", "null", Artifact()),
+    ],
+)
+def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]) -> None:
+    with pytest.raises(ConfigError, match="model = None: allowed is a value"):
+        call()
+
+
+def test_teardown_of_a_config_that_was_refused_has_nothing_to_do() -> None:
+    assert teardown.python_func(BAD) is None
+
+
+def test_validate_returns_the_settings_with_every_default(addition: RunConfig) -> None:
+    assert parse_config(validate.python_func(addition.to_yaml())) == addition
+
+
+def test_validate_announces_itself(addition: RunConfig) -> None:
+    validate.python_func(addition.to_yaml())
+    assert [event.kind for event in read_events(addition.folder / "events.jsonl")] == ["phase_started"]
+
+
+def changed(config: RunConfig, *overrides: str) -> str:
+    return parse_config(config.to_yaml(), overrides).to_yaml()
+
+
+def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2"):
+        validate.python_func(changed(addition, f"data.train={prompts}"))
+    failure = Failure.read(addition.folder)
+    assert failure is not None
+    assert (failure.step, failure.expected, failure.passing) == ("validate", True, False)
+
+
+def test_unknown_reward_is_refused(addition: RunConfig) -> None:
+    with pytest.raises(RewardError, match="exact_numbr"):
+        validate.python_func(changed(addition, "rewards.0.function=exact_numbr"))
+
+
+def test_missing_model_folder_is_refused(addition: RunConfig) -> None:
+    with pytest.raises(Exception, match="no-such-model"):
+        validate.python_func(changed(addition, "model=./no-such-model"))
+
+
+def test_unreachable_store_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", "a")
+    monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "b")
+    with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
+        validate.python_func(changed(addition, "store.endpoint=http://127.0.0.1:1"))
+
+
+def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEMILL_S3_ACCESS_KEY", raising=False)
+    with pytest.raises(ConfigError, match="TIDEMILL_S3_ACCESS_KEY"):
+        validate.python_func(changed(addition, "store.endpoint=http://127.0.0.1:1"))
+
+
+def test_model_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do(addition: RunConfig) -> None:
+    with pytest.raises(RunError, match=r"not enough disk.*GiB are needed.*output="):
+        check_room(addition, weights=10**13)
+
+
+def test_demo_needs_no_more_than_a_small_machine_has(addition: RunConfig) -> None:
+    needs = {room.what.split()[0]: room.needed / 2**30 for room in rooms(addition, weights=135_000_000)}
+    assert needs["memory"] < 8
+    assert needs["disk"] < 10

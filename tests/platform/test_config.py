@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tidemill.config import RunConfig, apply_override, fields, load_config, parse_config
+from tidemill.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+SMALL: dict[str, Any] = {
+    "name": "probe",
+    "model": "m",
+    "data": {"train": "a.jsonl"},
+    "rewards": [{"function": "exact_number"}],
+    "trainer": {"steps": 4},
+}
+
+
+def parse(*overrides: str) -> RunConfig:
+    return parse_config(yaml.safe_dump(SMALL), overrides)
+
+
+def refusal(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        parse(*overrides)
+    return caught.value
+
+
+def test_required_keys_are_enough() -> None:
+    assert parse().trainer.steps == 4
+
+
+@pytest.mark.parametrize("key", ["name", "model", "data", "rewards", "trainer"])
+def test_missing_key_is_named(key: str) -> None:
+    tree = {name: value for name, value in SMALL.items() if name != key}
+    with pytest.raises(ConfigError, match=f"^{key} = None: allowed is a value"):
+        parse_config(yaml.safe_dump(tree))
+
+
+def test_unknown_key_is_refused_with_the_keys_that_exist() -> None:
+    error = refusal("trainer.learnin_rate=1e-5")
+    assert error.key == "trainer.learnin_rate"
+    assert "learning_rate" in error.allowed
+    assert "spelling" in error.fix
+
+
+def test_unknown_section_is_refused_with_the_sections_that_exist() -> None:
+    error = refusal("trianer.steps=3")
+    assert (error.key, "trainer" in error.allowed) == ("trianer", True)
+
+
+def test_unknown_key_in_a_reward_is_refused() -> None:
+    error = refusal("rewards.0.wieght=2")
+    assert (error.key, "weight" in error.allowed) == ("rewards.0.wieght", True)
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("trainer.steps=0", "greater than or equal to 1"),
+        ("trainer.steps=many", "integer"),
+        ("rollout.group_size=1", "greater than or equal to 2"),
+        ("rollout.top_p=0.9", "greater than or equal to 1"),
+        ("rollout.temperature=0", "greater than 0"),
+        ("asynchrony.max_staleness=-1", "greater than or equal to 0"),
+        ("asynchrony.pause_mode=stop", "'keep', 'abort' or 'wait'"),
+        ("trainer.learning_rate=.nan", "less than 1"),
+        ("rollout.group_timeout_s=.inf", "finite"),
+        ("name=Not A Name", "pattern"),
+        ("store.bucket=B", "at least 3"),
+        ("rewards=[]", "at least 1 item"),
+    ],
+)
+def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: str) -> None:
+    error = refusal(override)
+    assert error.key == override.partition("=")[0]
+    assert allowed in error.allowed
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("trainer.steps", ["asynchrony.trigger_parameter_sync_step=3"]),
+        ("queue.capacity", ["queue.capacity=15"]),
+        ("evaluation.every", ["evaluation.every=1"]),
+        ("registry.min_score", ["registry.min_score=0.5"]),
+    ],
+)
+def test_impossible_combination_is_refused_with_key_value_allowed_and_fix(key: str, overrides: list[str]) -> None:
+    error = refusal(*overrides)
+    assert error.key == key
+    assert all(part in str(error) for part in (key, repr(error.value), error.allowed, error.fix))
+    assert error.fix
+
+
+def test_number_of_other_mistakes_is_said() -> None:
+    assert "(1 more settings are wrong.)" in str(refusal("trainer.steps=0", "rollout.group_size=1"))
+
+
+@pytest.mark.parametrize("override", ["trainer.steps", "=3", "a..b=1", "name.x=1", "rewards.7.weight=1", "rewards.x=1"])
+def test_malformed_override_is_refused_as_it_was_written(override: str) -> None:
+    error = refusal(override)
+    assert (error.key, error.value) == ("override", override)
+
+
+def test_override_makes_a_section_that_the_file_leaves_out() -> None:
+    assert parse("queue.capacity=32").queue.capacity == 32
+
+
+def test_override_takes_yaml_values() -> None:
+    config = parse("rollout.stop=['a', b]", "asynchrony.staleness_threshold=null", "data.shuffle=false")
+    assert config.rollout.stop == ["a", "b"]
+    assert (config.asynchrony.staleness_threshold, config.data.shuffle) == (None, False)
+
+
+def test_override_reaches_into_a_list() -> None:
+    tree = {"rewards": [{"weight": 1}, {"weight": 2}]}
+    apply_override(tree, "rewards.1.weight=5")
+    assert tree == {"rewards": [{"weight": 1}, {"weight": 5}]}
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "", "just text"])
+def test_text_that_is_no_mapping_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^config = "):
+        parse_config(text)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml.*readable YAML file"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+def test_data_files_are_taken_relative_to_the_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    config = load_config(path, ["data.held_out=hf://d:test"])
+    assert config.data.train == str(tmp_path / "a.jsonl")
+    assert config.data.held_out == "hf://d:test"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_yaml_of_a_config_reads_back_to_an_equal_one(path: Path) -> None:
+    config = load_config(path)
+    assert parse_config(config.to_yaml()) == config
+
+
+def test_staleness_threshold_counts_groups_as_verl_does() -> None:
+    config = parse(
+        "asynchrony.staleness_threshold=0.5", "asynchrony.require_batches=2", "trainer.ppo_mini_batch_size=4"
+    )
+    assert (config.required_samples, config.max_groups_between_syncs) == (8, 12)
+
+
+def test_queue_holds_what_the_staleness_bound_allows() -> None:
+    config = parse("asynchrony.max_staleness=2", "trainer.ppo_mini_batch_size=4")
+    assert config.queue_capacity == 12
+
+
+def test_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse().trainer.steps = 9  # type: ignore[misc]
+
+
+def test_there_are_at_most_eighty_knobs_and_all_are_documented() -> None:
+    knobs = list(fields())
+    assert len(knobs) <= 80
+    assert [key for key, owner, name in knobs if not owner.model_fields[name].description] == []
+
+
+def test_the_knobs_are_those_of_the_frozen_list() -> None:
+    frozen = (Path(__file__).parent / "knobs.txt").read_text(encoding="utf-8").split()
+    assert [key for key, _, _ in fields()] == frozen, (
+        "a new knob needs a reason; then add it to tests/platform/knobs.txt"
+    )
+
+
+def test_configuration_page_is_current() -> None:
+    done = subprocess.run([sys.executable, ROOT / "docs/generate.py", "--check"], timeout=60, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tidemill.config import RewardConfig
+from tidemill.errors import RewardError, RewardTimeoutError
+from tidemill.records import Prompt
+from tidemill.rollout.reward_pool import RewardPool
+
+MINE = """
+import os, time
+started = time.monotonic()
+def length(response, *, prompt, answer, extra, factor=1): return factor * len(response)
+def parts(response, *, prompt, answer, extra): return {"a": 1.0, "b": float(answer) + extra["level"]}
+def process(response, **row): return float(os.getpid())
+def slow(response, **row):
+    if response == "hang":
+        while True: pass
+    return 1.0
+def broken(response, **row): return {}["no such key"]
+def unpicklable(response, **row): raise type("Local", (Exception,), {})("gone wrong")
+def leaves(response, **row): raise SystemExit(3)
+def dies(response, **row): os._exit(9)
+def nan(response, **row): return float("nan")
+def pathological(response, **row):
+    import re
+    return float(bool(re.fullmatch("(a+)+b", response)))
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Callable[..., Any]:
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+
+    @asynccontextmanager
+    async def opened(*functions: str | RewardConfig, workers: int = 1) -> AsyncIterator[RewardPool]:
+        rewards = [RewardConfig(function=f, timeout_s=5) if isinstance(f, str) else f for f in functions]
+        pool = RewardPool(rewards, workers, search_path=[str(tmp_path)])
+        try:
+            yield pool
+        finally:
+            await pool.close()
+
+    return opened
+
+
+def prompt(answer: str | None = "2") -> Prompt:
+    return Prompt(3, 3, np.zeros(1, np.int32), "1+1?", answer, {"level": 4})
+
+
+def children() -> list[int]:
+    """The worker processes; Python's resource tracker is shared and stays."""
+    found = psutil.Process().children(recursive=True)
+    return [child.pid for child in found if "spawn_main" in " ".join(child.cmdline())]
+
+
+async def test_the_reward_is_the_weighted_sum_and_its_parts_have_names(pool: Callable[..., Any]) -> None:
+    weighted = RewardConfig(function="mine:length", weight=0.5, options={"factor": 10})
+    async with pool("exact_number", weighted, "mine:length", "mine:parts") as rewards:
+        scores = await rewards.score(prompt(), ["2", "no"])
+    assert scores[0][1] == {"exact_number": 1.0, "length": 10.0, "length#2": 1.0, "parts/a": 1.0, "parts/b": 6.0}
+    assert [total for total, _ in scores] == [1 + 5 + 1 + 7, 0 + 10 + 2 + 7]
+
+
+async def test_rewards_run_in_other_processes(pool: Callable[..., Any]) -> None:
+    async with pool("mine:process") as rewards:
+        [(pid, _)] = await rewards.score(prompt(), ["x"])
+    assert pid != os.getpid()
+
+
+async def test_a_call_that_hangs_is_killed_in_time_and_the_pool_keeps_its_workers(pool: Callable[..., Any]) -> None:
+    slow = RewardConfig(function="mine:slow", timeout_s=0.5)
+    async with pool(slow, workers=2) as rewards:
+        await rewards.start()
+        began = time.monotonic()
+        hung = [rewards.score(prompt(), ["ok", "hang"]) for _ in range(3)]
+        found = await asyncio.gather(*hung, rewards.score(prompt(), ["ok"]), return_exceptions=True)
+        assert time.monotonic() - began < 15
+        assert [type(result) for result in found[:3]] == [RewardTimeoutError] * 3
+        assert "timed out: more than 0.5 s" in str(found[0])
+        assert found[3] == [(1.0, {"slow": 1.0})]
+        both = await asyncio.gather(*(rewards.score(prompt(), ["ok"]) for _ in range(2)))
+        assert both == [[(1.0, {"slow": 1.0})]] * 2
+        assert len(children()) == 2
+
+
+async def test_a_call_that_never_gives_the_interpreter_back_is_killed_too(pool: Callable[..., Any]) -> None:
+    async with pool(RewardConfig(function="mine:pathological", timeout_s=0.3)) as rewards:
+        with pytest.raises(RewardTimeoutError):
+            await rewards.score(prompt(), ["a" * 60])
+        assert await rewards.score(prompt(), ["aab"]) == [(1.0, {"pathological": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("mine:broken", r"failed on prompt 3:\nTraceback(.|\n)*KeyError: 'no such key'"),
+        ("mine:unpicklable", "Local: gone wrong"),
+        ("mine:leaves", "SystemExit: 3"),
+        ("mine:nan", "reward 'nan' returned nan"),
+        ("mine:dies", "the worker of reward 'mine:dies' died"),
+        ("math_verify", "no reference answer"),
+    ],
+)
+async def test_a_failure_reaches_the_caller_and_the_pool_lives(
+    pool: Callable[..., Any], function: str, message: str
+) -> None:
+    async with pool(function) as rewards:
+        for _ in range(2):
+            with pytest.raises(RewardError, match=message) as caught:
+                await rewards.score(prompt(None), ["x"])
+            assert not isinstance(caught.value, RewardTimeoutError)
+
+
+@pytest.mark.parametrize("function", ["mine:no_such", "nobody:length"])
+async def test_start_refuses_a_function_that_cannot_be_imported(pool: Callable[..., Any], function: str) -> None:
+    async with pool(function) as rewards:
+        with pytest.raises(RewardError, match=function):
+            await rewards.start()
+
+
+async def test_a_pool_whose_idle_worker_was_killed_goes_on(pool: Callable[..., Any]) -> None:
+    async with pool("mine:slow") as rewards:
+        await rewards.start()
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        assert await rewards.score(prompt(), ["ok"]) == [(1.0, {"slow": 1.0})]
+
+
+async def test_scoring_does_not_hold_up_the_event_loop(pool: Callable[..., Any]) -> None:
+    async with pool(RewardConfig(function="mine:slow", timeout_s=1)) as rewards:
+        await rewards.start()
+        hung = asyncio.create_task(rewards.score(prompt(), ["hang"]))
+        worst = 0.0
+        while not hung.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            worst = max(worst, time.monotonic() - before - 0.01)
+        assert isinstance(hung.exception(), RewardTimeoutError)
+        assert worst < 0.25
+
+
+async def test_close_leaves_no_process_and_refuses_calls(pool: Callable[..., Any]) -> None:
+    async with pool("mine:slow", workers=2) as rewards:
+        await rewards.start()
+        hung = asyncio.create_task(rewards.score(prompt(), ["hang"]))
+        await asyncio.sleep(0.2)
+    assert children() == []
+    with pytest.raises(RewardError, match="is closed"):
+        await rewards.score(prompt(), ["ok"])
+    hung.cancel()
+
+
+PARENT = """
+import asyncio
+import numpy
+from tidemill.config import RewardConfig
+from tidemill.records import Prompt
+from tidemill.rollout.reward_pool import RewardPool
+
+async def main():
+    pool = RewardPool([RewardConfig(function="mine:slow", timeout_s=100)])
+    await pool.start()
+    hung = asyncio.create_task(pool.score(Prompt(0, 0, numpy.zeros(1, numpy.int32), ""), ["hang"]))
+    await asyncio.sleep(0.5)
+    print("ready", flush=True)
+    await hung
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_workers_find_modules_in_the_working_directory_and_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    (tmp_path / "parent.py").write_text(PARENT, encoding="utf-8")
+    with subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        workers = psutil.Process(parent.pid).children(recursive=True)
+        assert workers
+        parent.kill()
+        _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+
+
+class Scorer:
+    """What a Ray actor does with a pool: a good call, then one that hangs."""
+
+    async def score(self, folder: str) -> tuple[Any, str]:
+        rewards = [RewardConfig(function="mine:slow", timeout_s=1), RewardConfig(function="mine:length")]
+        pool = RewardPool(rewards, search_path=[folder])
+        await pool.start()
+        scores = await pool.score(prompt(), ["ok"])
+        with pytest.raises(RewardTimeoutError) as caught:
+            await pool.score(prompt(), ["hang"])
+        await pool.close()
+        return scores, str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_pool_works_inside_a_ray_actor(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        actor = ray.remote(Scorer).remote()
+        scores, message = ray.get(actor.score.remote(str(tmp_path)), timeout=120)
+    finally:
+        ray.shutdown()
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert scores == [(3.0, {"slow": 1.0, "length": 2.0})]
+    assert "timed out" in message

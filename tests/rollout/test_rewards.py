@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from decimal import Decimal
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tidemill.config import DataConfig
+from tidemill.errors import RewardError
+from tidemill.rollout.rewards import BUILT_IN, as_parts, resolve
+from tidemill.rollout.sources import load_rows
+
+
+def reward(name: str, response: str, answer: str | None, **extra: Any) -> float:
+    value = BUILT_IN[name](response, prompt="", answer=answer, extra=extra)
+    assert isinstance(value, float)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("7", "7", 1.0),
+        ("The answer is 7.", "7", 1.0),
+        ("7 or 8", "8", 0.0),
+        ("1,234 apples", "1234", 1.0),
+        ("1,2,3", "1", 1.0),
+        ("x = -3", "-3", 1.0),
+        ("\N{MINUS SIGN}3", "-3", 1.0),
+        ("3.50", "3.5", 1.0),
+        ("17", "1", 0.0),
+        ("none", "7", 0.0),
+        ("", "7", 0.0),
+    ],
+)
+def test_exact_number_takes_the_first_number(response: str, answer: str, expected: float) -> None:
+    assert reward("exact_number", response, answer) == expected
+
+
+@pytest.mark.parametrize(("answer", "message"), [(None, "no reference answer"), ("seven", "is not a number")])
+def test_exact_number_refuses_a_row_it_cannot_judge(answer: str | None, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        reward("exact_number", "7", answer)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [(r"so \boxed{\frac{1}{2}}", "0.5", 1.0), ("$x^2 + 2x + 1$", "(x+1)^2", 1.0), ("3", "4", 0.0), ("", "4", 0.0)],
+)
+def test_math_verify_judges_in_any_thread(response: str, answer: str, expected: float) -> None:
+    found: list[float] = []
+    thread = Thread(target=lambda: found.append(reward("math_verify", response, answer)))
+    thread.start()
+    thread.join(60)
+    assert found == [expected]
+
+
+def test_reasoning_gym_scores_by_the_entry_and_prefers_the_tagged_answer() -> None:
+    source = "reasoning_gym://basic_arithmetic"
+    row = load_rows(source, DataConfig(train=source, options={"size": 1, "seed": 1}))[0]
+    answer, extra = row["answer"], {"entry": row["entry"]}
+    assert reward("reasoning_gym", f" {answer}\n", answer, **extra) == 1.0
+    assert reward("reasoning_gym", f"I think\n<answer>{answer}</answer>", answer, **extra) == 1.0
+    assert reward("reasoning_gym", "<answer>x</answer>", answer, **extra) == 0.0
+    with pytest.raises(RewardError, match="no column 'entry'"):
+        reward("reasoning_gym", "1", "1")
+
+
+def test_a_function_is_found_by_import_path() -> None:
+    assert resolve("decimal:Decimal.exp") is Decimal.exp
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact_nmber", "built in are exact_number, math_verify, reasoning_gym"),
+        ("no.such.module:f", "ModuleNotFoundError.*Built in are exact_number"),
+        ("math:no_such", "no_such"),
+        ("math:pi", "is a float, not a function"),
+        ("math:", "is no reward function"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_refused(name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        resolve(name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0], {"a": float("nan")}, {"a": None}])
+def test_what_is_no_finite_number_is_refused_with_function_and_value(value: Any) -> None:
+    with pytest.raises(RewardError, match=r"reward 'mine(/a)?' returned"):
+        as_parts("mine", value)
+
+
+def test_numbers_of_any_kind_and_mappings_of_them_are_rewards() -> None:
+    assert as_parts("mine", np.float32(0.5)) == {"mine": 0.5}
+    assert as_parts("mine", True) == {"mine": 1.0}
+    assert as_parts("mine", {"format": 1, "length": -0.5}) == {"mine/format": 1.0, "mine/length": -0.5}
+
+
+def test_a_worker_starts_with_the_standard_library_alone() -> None:
+    code = "import sys, tidemill.rollout.reward_worker; print({'numpy', 'pydantic', 'ray', 'torch'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "set()"

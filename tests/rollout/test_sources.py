@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tidemill.config import DataConfig
+from tidemill.errors import ConfigError, DataError
+from tidemill.rollout.sources import Row, load_rows
+
+
+def load(source: object, **config: Any) -> list[Row]:
+    return load_rows(str(source), DataConfig(train=str(source), **config))
+
+
+def jsonl(folder: Path, *lines: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_jsonl_rows_are_read_and_blank_lines_allowed(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, '{"prompt": "1+1?", "answer": "2"}', "", '{"prompt": "é", "level": 3}', "")
+    assert load(path) == [{"prompt": "1+1?", "answer": "2"}, {"prompt": "é", "level": 3}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "b"', "not valid JSON"),
+        ('["b"]', "must be an object, not list"),
+        ('{"question": "b"}', r"no column 'prompt'; it has \['question'\]"),
+        ('{"prompt": "  "}', "must be a non-empty string"),
+        ('{"prompt": []}', "must be a non-empty string or a list"),
+        ('{"prompt": [{"role": "user"}]}', "list of chat messages"),
+        ('{"prompt": 5}', "not 5"),
+    ],
+)
+def test_a_broken_line_is_named_with_file_and_number(tmp_path: Path, line: str, message: str) -> None:
+    path = jsonl(tmp_path, '{"prompt": "a"}', "", line)
+    with pytest.raises(DataError, match=message) as caught:
+        load(path)
+    assert f"{path}:3:" in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_named_with_file_and_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:1"):
+        load(path)
+
+
+def test_a_missing_file_is_named_with_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file. Set data.train"):
+        load(tmp_path / "none.jsonl")
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no prompts in it"):
+        load(jsonl(tmp_path, "", ""))
+
+
+@pytest.mark.parametrize("source", ["prompts.csv", "s3://bucket/prompts", "hf://no-split", "hf://:train"])
+def test_an_unknown_form_is_refused_with_the_known_ones(source: str) -> None:
+    with pytest.raises(ConfigError, match="hf://DATASET:SPLIT"):
+        load(source)
+
+
+def test_parquet_rows_are_read_as_json_values(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "day": date(2026, 1, 2), "n": 1}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert load(path) == [{"prompt": [{"role": "user", "content": "hi"}], "day": "2026-01-02", "n": 1}]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    path.write_bytes(b"nonsense")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        load(path)
+
+
+def test_a_hub_source_without_its_library_says_what_to_install() -> None:
+    if "datasets" in sys.modules:
+        pytest.skip("datasets is installed")
+    with pytest.raises(ConfigError, match="pip install datasets"):
+        load("hf://openai/gsm8k:train")
+
+
+def test_reasoning_gym_rows_carry_the_entry_that_scores_them() -> None:
+    rows = load("reasoning_gym://basic_arithmetic", options={"size": 4, "seed": 1})
+    assert len(rows) == 4
+    assert rows[0]["entry"]["question"] == rows[0]["prompt"]
+    assert rows[0]["entry"]["metadata"]["source_dataset"] == "basic_arithmetic"
+    assert json.loads(json.dumps(rows)) == rows
+
+
+@pytest.mark.parametrize(("task", "options"), [("no_such_task", {}), ("basic_arithmetic", {"colour": 3})])
+def test_an_unknown_task_or_option_is_refused(task: str, options: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=f"reasoning_gym://{task}"):
+        load(f"reasoning_gym://{task}", options=options)

@@ -1,0 +1,146 @@
+import json
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidemill.config import RunConfig
+from tidemill.errors import ConfigError
+from tidemill.store.metric_writer import Unwritten
+from tidemill.store.tracking import Tracker, flatten, make_client, tracking_uri
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+
+def history(tracker: Tracker, key: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in tracker.client.get_metric_history(tracker.run_id, key)]
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def artifact(tracker: Tracker, name: str, tmp_path: Path) -> str:
+    return Path(tracker.client.download_artifacts(tracker.run_id, name, str(tmp_path))).read_text()
+
+
+def test_settings_metrics_and_artifacts_arrive(run_config: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker.start(run_config)
+    for step in range(3):
+        tracker.log(step, {"actor/loss": step / 2, "response/p95 tokens": 7})
+    tracker.log(3, {"actor/loss": math.nan})
+    tracker.log_text("# Report", "report.md")
+    tracker.log_table("answers/00000.json", {"prompt": ["1+1"], "response": ["2"]})
+    (tmp_path / "plot.svg").write_text("<svg/>")
+    tracker.log_artifact(tmp_path / "plot.svg", "plots")
+    assert tracker.finish("FINISHED") == Unwritten()
+    run = tracker.client.get_run(tracker.run_id)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "addition")
+    assert (run.data.params["trainer.steps"], run.data.params["data.train"]) == ("4", "train.jsonl")
+    assert run.data.tags["tidemill.model"] == "some/model"
+    assert history(tracker, "response/p95 tokens") == [(0, 7.0), (1, 7.0), (2, 7.0)]
+    assert len(history(tracker, "actor/loss")) == 4
+    assert artifact(tracker, "config.yaml", tmp_path) == run_config.to_yaml()
+    assert json.loads(artifact(tracker, "answers/00000.json", tmp_path)) == {
+        "columns": ["prompt", "response"],
+        "data": [["1+1", "2"]],
+    }
+    assert "answers/00000.json" in run.data.tags["mlflow.loggedArtifacts"]
+    assert (run_config.output / "mlartifacts").is_dir()
+
+
+def test_a_restart_goes_on_in_the_same_run(mlflow_config: RunConfig) -> None:
+    first = Tracker.start(mlflow_config)
+    first.log(1, {"loss": 1.0})
+    first.finish("FAILED")
+    changed = mlflow_config.model_copy(update={"model": "renamed"})
+    second = Tracker.start(changed, first.run_id)
+    assert second.client.get_run(first.run_id).info.status == "RUNNING"
+    second.log(2, {"loss": 0.5})
+    second.finish("FINISHED")
+    assert second.run_id == first.run_id
+    assert history(second, "loss") == [(1, 1.0), (2, 0.5)]
+    assert second.client.get_run(first.run_id).data.params["model"] == "some/model"
+
+
+def test_the_run_of_the_environment_is_used(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = make_client(tracking_uri(mlflow_config))
+    made = client.create_run(client.create_experiment("pipeline"))
+    monkeypatch.setenv("MLFLOW_RUN_ID", made.info.run_id)
+    tracker = Tracker.start(mlflow_config)
+    tracker.finish("FINISHED")
+    assert tracker.run_id == made.info.run_id
+    assert client.get_run(tracker.run_id).data.params["trainer.steps"] == "4"
+
+
+def test_a_run_that_was_deleted_is_replaced(mlflow_config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    first = Tracker.start(mlflow_config)
+    first.finish("FINISHED")
+    first.client.delete_run(first.run_id)
+    for gone in (first.run_id, "0" * 32):
+        tracker = Tracker.start(mlflow_config, gone)
+        tracker.finish("FINISHED")
+        assert tracker.run_id != gone
+        assert gone in caplog.text
+
+
+def test_metrics_of_a_dead_server_are_replayed_by_the_resume(mlflow_config: RunConfig) -> None:
+    started = Tracker.start(mlflow_config)
+    started.log(1, {"loss": 3.0})
+    started.finish("FAILED")
+    dead = Tracker(make_client(f"http://127.0.0.1:{closed_port()}"), started.run_id, mlflow_config.folder)
+    dead.log(2, {"loss": 2.0})
+    dead.log(3, {"loss": 1.0})
+    unwritten = dead.finish("FINISHED", timeout_s=0.1)
+    assert (unwritten.spooled, unwritten.dropped) == (2, 0)
+    resumed = Tracker.start(mlflow_config, started.run_id)
+    assert resumed.finish("FINISHED") == Unwritten()
+    assert history(resumed, "loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
+def test_a_batch_sent_twice_counts_once(mlflow_config: RunConfig) -> None:
+    tracker = Tracker.start(mlflow_config)
+    tracker.log(1, {"a": 1.0, "b": 2.0})
+    with tracker.writer.changed:
+        sent = list(tracker.writer.points)
+    tracker.finish("FINISHED")
+    for _ in range(2):
+        tracker.send(sent)
+    assert (history(tracker, "a"), history(tracker, "b")) == ([(1, 1.0)], [(1, 2.0)])
+
+
+def test_an_unreachable_server_is_a_setting_to_mend(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    tracking = mlflow_config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{closed_port()}"})
+    with pytest.raises(ConfigError, match=r"tracking\.uri = 'http"):
+        Tracker.start(mlflow_config.model_copy(update={"tracking": tracking}))
+
+
+@pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])
+def test_an_address_that_is_none_is_refused(mlflow_config: RunConfig, uri: str) -> None:
+    tracking = mlflow_config.tracking.model_copy(update={"uri": uri})
+    with pytest.raises(ConfigError, match=r"tracking\.uri"):
+        Tracker.start(mlflow_config.model_copy(update={"tracking": tracking}))
+
+
+@pytest.mark.parametrize("name", ["a#b", "", "/a", "a/../b", "a//b", "x" * 251, "größe"])
+def test_names_that_mlflow_refuses_are_refused_at_once(name: str, tmp_path: Path) -> None:
+    tracker = Tracker(None, "run", tmp_path)
+    with pytest.raises(ConfigError, match="metric name"):
+        tracker.log(1, {"fine": 1.0, name: 1.0})
+    assert not tracker.writer.points
+    tracker.writer.close(10)
+
+
+def test_settings_flatten_to_names_and_texts_that_mlflow_takes(mlflow_config: RunConfig) -> None:
+    tree: dict[str, Any] = mlflow_config.model_dump(mode="json")
+    params = dict(flatten(tree))
+    assert params["rewards.0.function"] == "exact_number"
+    assert params["rewards.0.options"] == "too long: see config.yaml"
+    assert params["data.held_out"] == "null"
+    assert params["rollout.stop"] == "[]"
+    assert len(params) > 60

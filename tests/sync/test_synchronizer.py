@@ -1,0 +1,130 @@
+"""Publishing a version to engines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tidemill.config import SyncConfig
+from tidemill.errors import SyncError
+from tidemill.fakes import FakeEngine
+from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.sync.synchronizer import Synchronizer
+
+CANARY = np.arange(6, dtype=np.int32)
+
+
+class Refusing(FakeEngine):
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        raise SyncError("wrong file")
+
+
+class Stuck(FakeEngine):
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        await asyncio.sleep(60)
+
+
+async def export(path: Path) -> int:
+    return path.write_bytes(b"weights")
+
+
+async def uniform(tokens: Any) -> Any:
+    return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
+
+
+def synchronizer(tmp_path: Path, *engines: FakeEngine, score: Any = uniform, **options: Any) -> Synchronizer:
+    expected = options.pop("expected_nbytes", 0)
+    return Synchronizer(engines, SyncConfig(**options), tmp_path / "shm", export, score, CANARY, expected)
+
+
+async def test_every_engine_adopts_the_version(tmp_path: Path) -> None:
+    engines = FakeEngine(), FakeEngine()
+    metrics = await synchronizer(tmp_path, *engines).publish(3, "keep")
+    assert [await engine.version() for engine in engines] == [3, 3]
+    assert metrics["sync/canary_gap"] == 0.0
+    assert {"time/sync_export", "time/sync_adopt", "time/sync_canary"} <= metrics.keys()
+
+
+async def test_only_the_newest_file_is_kept(tmp_path: Path) -> None:
+    publisher = synchronizer(tmp_path, FakeEngine())
+    for version in (1, 2, 5):
+        await publisher.publish(version, "keep")
+    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["v5.safetensors"]
+
+
+async def test_the_same_version_can_be_published_again(tmp_path: Path) -> None:
+    publisher = synchronizer(tmp_path, FakeEngine())
+    await publisher.publish(0, "keep")
+    await publisher.publish(0, "keep")
+    assert (tmp_path / "shm" / "v0.safetensors").exists()
+
+
+async def test_a_refusing_engine_is_named_with_its_cause(tmp_path: Path) -> None:
+    with pytest.raises(SyncError, match=r"1 of 2 engines did not adopt version 1: engine 1: wrong file"):
+        await synchronizer(tmp_path, FakeEngine(), Refusing()).publish(1, "keep")
+
+
+async def test_a_stuck_engine_ends_at_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(SyncError, match=r"could not adopt version 1 within sync\.timeout_s = 0\.05 s"):
+        await synchronizer(tmp_path, Stuck(), timeout_s=0.05).publish(1, "keep")
+
+
+async def test_a_gap_above_the_bound_names_engine_gap_and_worst_token(tmp_path: Path) -> None:
+    async def other(tokens: Any) -> Any:
+        return np.array([-4.1589, -4.1589, -9.1589, -4.1589, -4.1589], dtype=np.float32)
+
+    with pytest.raises(SyncError, match=r"engine 0 .* 1\.0000 in the mean, .* is 0\.5; token 3 at 3: trainer -9\.159"):
+        await synchronizer(tmp_path, FakeEngine(), score=other).publish(1, "keep")
+
+
+async def test_nan_does_not_pass_the_canary(tmp_path: Path) -> None:
+    async def broken(tokens: Any) -> Any:
+        return np.full(len(tokens) - 1, np.nan, dtype=np.float32)
+
+    with pytest.raises(SyncError, match="nan in the mean"):
+        await synchronizer(tmp_path, FakeEngine(), score=broken).publish(1, "keep")
+
+
+async def test_no_bound_means_no_canary(tmp_path: Path) -> None:
+    async def broken(tokens: Any) -> Any:
+        raise AssertionError("scored")
+
+    metrics = await synchronizer(tmp_path, FakeEngine(), score=broken, canary_max_gap=None).publish(1, "keep")
+    assert metrics["sync/canary_gap"] == 0.0
+
+
+async def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> None:
+    publisher = synchronizer(tmp_path, FakeEngine(), expected_nbytes=1 << 60)
+    with pytest.raises(SyncError, match=rf"{1 << 60} bytes needed, \d+ free"):
+        await publisher.publish(1, "keep")
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_ones(tmp_path: Path) -> None:
+    publisher, late = synchronizer(tmp_path, FakeEngine()), FakeEngine()
+    await publisher.publish(4, "keep")
+    await publisher.late_join(late)
+    assert await late.version() == 4
+    await publisher.publish(7, "keep")
+    assert await late.version() == 7
+
+
+async def test_close_frees_the_memory(tmp_path: Path) -> None:
+    publisher = synchronizer(tmp_path, FakeEngine())
+    await publisher.publish(1, "keep")
+    publisher.close()
+    assert not (tmp_path / "shm").exists()
+
+
+async def test_an_export_of_another_size_than_announced_is_refused(tmp_path: Path) -> None:
+    async def cut(path: Path) -> int:
+        return path.write_bytes(b"weights") + 1
+
+    publisher = Synchronizer([FakeEngine()], SyncConfig(), tmp_path / "shm", cut, uniform, CANARY)
+    with pytest.raises(SyncError, match="announced 8 bytes"):
+        await publisher.publish(1, "keep")

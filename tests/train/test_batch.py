@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from train_rig import batches_of, make_group, make_rollout, random_advantages, random_groups
+
+from tidemill.errors import DataError
+from tidemill.records import Group
+from tidemill.train.batch import MicroBatch, PackedRow, Targets, micro_batches, pack_group, step_denominator
+
+ONES = np.ones(8, np.float32)
+
+
+def rows_of_length(*lengths: int) -> list[PackedRow]:
+    nothing = Targets.join([])
+    return [PackedRow(*[np.full(length, length, np.int32)] * 3, nothing) for length in lengths]
+
+
+def seen_by(row: PackedRow, column: int) -> list[int]:
+    """Tokens that a column sees, by the rule in the documentation."""
+    return [int(row.token_ids[j]) for j in range(column + 1) if column < row.ends[j]]
+
+
+def sequences(row: PackedRow) -> set[tuple[tuple[int, ...], int]]:
+    """Every target with what stands before it."""
+    return {
+        (tuple(seen_by(row, int(column))), int(token))
+        for column, token in zip(row.targets.column, row.targets.target_ids, strict=True)
+    }
+
+
+def test_the_example_of_the_documentation() -> None:
+    group = make_group(0, [50, 51], make_rollout([10, 11, 12]), make_rollout([10, 13, 14]))
+    (row,) = pack_group(group, ONES[:2], 99)
+    assert row.token_ids.tolist() == [50, 51, 10, 11, 13]
+    assert row.positions.tolist() == [0, 1, 2, 3, 3]
+    assert row.ends.tolist() == [5, 5, 5, 4, 5]
+    assert row.targets.column.tolist() == [1, 2, 3, 1, 2, 4]
+    assert row.targets.target_ids.tolist() == [10, 11, 12, 10, 13, 14]
+
+
+def test_a_masked_token_is_context_and_no_target() -> None:
+    group = make_group(0, [50], make_rollout([10, 11, 12, 13], mask=[1, 0, 1, 0]))
+    (row,) = pack_group(group, ONES[:1], 99)
+    assert row.token_ids.tolist() == [50, 10, 11]
+    assert row.targets.target_ids.tolist() == [10, 12]
+    np.testing.assert_allclose(row.targets.old_log_probs, [-1.0, -1.2])
+    assert sequences(row) == {((50,), 10), ((50, 10, 11), 12)}
+
+
+def test_equal_rollouts_cost_one_and_count_twice() -> None:
+    group = make_group(0, [50], make_rollout([10, 11]), make_rollout([10, 11]))
+    (row,) = pack_group(group, np.array([1, -2], np.float32), 99)
+    assert row.token_ids.tolist() == [50, 10]
+    assert sorted(row.targets.advantages.tolist()) == [-2, -2, 1, 1]
+
+
+def test_a_group_without_advantage_costs_no_row() -> None:
+    group = make_group(0, [50], make_rollout([10]), make_rollout([11]))
+    zeros = np.zeros(2, np.float32)
+    assert pack_group(group, zeros, 99) == []
+    assert len(pack_group(group, zeros, 99, keep_all=True)) == 1
+
+
+def test_sequence_weights_are_one_over_the_learned_tokens() -> None:
+    group = make_group(0, [50], make_rollout([10, 11, 12], mask=[1, 0, 1]), make_rollout([13]))
+    (row,) = pack_group(group, ONES[:2], 99, aggregation="sequence")
+    # The shorter path comes first in the tree.
+    assert row.targets.target_ids.tolist() == [13, 10, 12]
+    assert row.targets.weights.tolist() == [1.0, 0.5, 0.5]
+
+
+def test_a_long_group_is_split_with_the_prompt_in_every_row() -> None:
+    group = make_group(0, [50, 51], *(make_rollout([10 + i, 20 + i, 30 + i]) for i in range(5)))
+    rows = pack_group(group, ONES[:5], 6)
+    assert [len(row) for row in rows] == [6, 6, 4]
+    assert all(row.token_ids[:2].tolist() == [50, 51] for row in rows)
+    assert sum(len(row.targets) for row in rows) == 15
+
+
+def test_a_response_longer_than_the_bound_goes_alone() -> None:
+    group = make_group(0, [50, 51], make_rollout(list(range(3, 12))), make_rollout([20]), make_rollout([21]))
+    # The prompt alone predicts the one token of the short ones.
+    assert [len(row) for row in pack_group(group, ONES[:3], 4)] == [2, 10]
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="prompt 7"):
+        pack_group(make_group(7, [], make_rollout([10])), ONES[:1], 9)
+
+
+@given(st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 30))
+def test_every_target_sees_exactly_its_own_prefix(responses: list[list[int]], max_tokens: int) -> None:
+    group = make_group(0, [50, 51], *map(make_rollout, responses))
+    rows = pack_group(group, np.ones(len(responses), np.float32), max_tokens)
+    expected = {((50, 51, *r[:i]), r[i]) for r in responses for i in range(len(r))}
+    assert set().union(*map(sequences, rows)) == expected
+    assert sum(len(row.targets) for row in rows) == sum(map(len, responses))
+    for row in rows:
+        assert all(len(seen_by(row, c)) == row.positions[c] + 1 for c in range(len(row)))
+
+
+def test_micro_batches_pad_little_and_stay_within_the_bound() -> None:
+    (share,) = micro_batches(rows_of_length(3, 9, 4, 8, 3), 18, ranks=1)
+    assert [batch.token_ids.shape for batch in share] == [(2, 9), (3, 4)]
+
+
+def test_padding_sees_itself_only() -> None:
+    batch = MicroBatch.of(rows_of_length(1, 3))
+    assert batch.ends.tolist() == [[1, 2, 3], [3, 3, 3]]
+
+
+def test_ranks_share_the_tokens_and_get_equally_many_micro_batches() -> None:
+    shares = micro_batches(rows_of_length(8, 2, 2, 2, 2), 8, ranks=2)
+    assert [[batch.token_ids.shape for batch in share] for share in shares] == [[(1, 8)], [(4, 2)]]
+    shares = micro_batches(rows_of_length(5, 5, 5), 5, ranks=2)
+    assert [[batch.token_ids.size for batch in share] for share in shares] == [[5, 5], [5, 0]]
+
+
+def test_no_rows_give_no_micro_batches() -> None:
+    assert micro_batches([], 8, ranks=3) == [[], [], []]
+
+
+def test_the_same_groups_give_the_same_micro_batches() -> None:
+    groups = random_groups(6)
+    first, second = (batches_of(groups, random_advantages(groups), 40, ranks=2) for _ in range(2))
+    for one, other in zip(chain(*first), chain(*second), strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.targets.advantages, other.targets.advantages)
+
+
+def test_predictors_name_each_needed_column_once() -> None:
+    group = make_group(0, [50], make_rollout([10, 11]), make_rollout([12, 13]))
+    batch = MicroBatch.of(pack_group(group, ONES[:2], 99) * 2)
+    unique, inverse = batch.predictors()
+    assert unique.tolist() == [0, 1, 2, 3, 4, 5]
+    assert inverse.tolist() == [0, 1, 0, 2, 3, 4, 3, 5]
+
+
+def masked_group() -> Group:
+    return make_group(0, [50], make_rollout([10, 11, 12], mask=[1, 0, 1]), make_rollout([13], mask=[0]))
+
+
+def test_the_denominator_counts_learned_tokens_or_sequences() -> None:
+    groups = [masked_group(), make_group(1, [50], make_rollout([10, 11]), make_rollout([12]))]
+    assert step_denominator(groups, "token") == 5
+    assert step_denominator(groups, "sequence") == 3

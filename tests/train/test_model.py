@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
+from transformers import AutoModelForCausalLM
+
+from tidemill.errors import ModelError
+from tidemill.train.model import load_model, write_weights
+
+
+def test_export_leaves_out_the_tied_head(llama: Path, tmp_path: Path) -> None:
+    rank = make_rank(llama)
+    path = tmp_path / "weights.safetensors"
+    nbytes = rank.export(str(path), torch.bfloat16)
+    tensors = load_file(path)
+    assert tensors.keys() == load_file(llama / "model.safetensors").keys()
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert nbytes == path.stat().st_size
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_export_keeps_a_head_of_its_own(tmp_path: Path) -> None:
+    rank = make_rank(save_llama(tmp_path / "model", tied=False))
+    rank.export(tmp_path / "weights", torch.float32)
+    assert torch.equal(load_file(tmp_path / "weights")["lm_head.weight"], rank.model.lm_head.weight)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    write_weights(path, {"a": torch.ones(2)}, torch.float32)
+    meta = torch.empty(2, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        write_weights(path, {"a": meta}, torch.float32)
+    assert load_file(path)["a"].tolist() == [1, 1]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_saved_model_is_loaded_by_transformers_as_it_is(llama: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "old.safetensors.index.json"):
+        if not (llama / name).exists():
+            (llama / name).write_text("{}")
+    rank, groups = make_rank(llama), random_groups(2)
+    rank.update(batches_of(groups, random_advantages(groups), 500)[0], 20.0)
+    rank.save_model(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, rank.parameters[name].bfloat16()), name
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json"} < names
+    assert "old.safetensors.index.json" not in names
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model_type": "unheard-of"}', '{"model_type": "llama"}'])
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"final_logit_softcapping": 30.0},
+        {"sliding_window": 8},
+        {"layer_types": ["sliding_attention", "full_attention"]},
+    ],
+)
+def test_what_packing_would_compute_differently_is_refused(llama: Path, tmp_path: Path, setting: dict) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | setting))
+    with pytest.raises(ModelError, match=next(iter(setting))):
+        load_model(tmp_path)

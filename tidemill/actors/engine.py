@@ -1,0 +1,127 @@
+"""Engines in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from tidemill.actors.call import CONTROL, call
+from tidemill.config import RunConfig
+from tidemill.protocols import PauseMode, Sampling, WeightUpdate
+from tidemill.records import Completion, Float32Array, Int32Array
+
+
+class EngineActor:
+    """A vLLM engine in a process of its own."""
+
+    def __init__(self, config: RunConfig, model_path: str, index: int) -> None:
+        from tidemill.rollout.engine import VllmEngine
+
+        self.engine = VllmEngine(
+            model_path, config.rollout, config.data.max_prompt_tokens, config.seed + index, config.sync.transport
+        )
+
+    async def start(self) -> None:
+        """Load the model; returns when the first request can come."""
+        await self.engine.start()
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        """See `Engine`."""
+        return await self.engine.generate(request_id, prompt_ids, sampling)
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """See `Engine`."""
+        return await self.engine.score(token_ids)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Engine`."""
+        await self.engine.abort(request_ids)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        """See `Engine`."""
+        await self.engine.update_weights(update, mode)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def version(self) -> int:
+        """See `Engine`."""
+        return await self.engine.version()
+
+    @ray.method(concurrency_group=CONTROL)
+    async def stats(self) -> Mapping[str, float]:
+        """See `Engine`."""
+        return await self.engine.stats()
+
+    @ray.method(concurrency_group=CONTROL)
+    async def shutdown(self) -> None:
+        """See `Engine`."""
+        await self.engine.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """An engine in another process."""
+
+    name: str
+    actor: Any
+
+    async def start(self) -> None:
+        """Wait until the engine has loaded its model."""
+        await call(self.name, self.actor.start.remote())
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        """See `Engine`. Cancelling the call aborts the request."""
+        try:
+            return await call(self.name, self.actor.generate.remote(request_id, prompt_ids, sampling))
+        except asyncio.CancelledError:
+            self.actor.abort.remote([request_id])
+            raise
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Engine`."""
+        await call(self.name, self.actor.abort.remote(list(request_ids)))
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        """See `Engine`."""
+        await call(self.name, self.actor.update_weights.remote(update, mode))
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """See `Engine`."""
+        return await call(self.name, self.actor.score.remote(token_ids))
+
+    async def version(self) -> int:
+        """See `Engine`."""
+        return await call(self.name, self.actor.version.remote())
+
+    async def stats(self) -> Mapping[str, float]:
+        """See `Engine`."""
+        return await call(self.name, self.actor.stats.remote())
+
+    async def shutdown(self) -> None:
+        """See `Engine`."""
+        await call(self.name, self.actor.shutdown.remote())
+
+
+def start_engine(config: RunConfig, model_path: str, index: int) -> RemoteEngine:
+    """Place one engine; its model loads when `start` of the actor is called."""
+    from tidemill.rollout.engine import engine_environment
+
+    options = {
+        "num_cpus": 0,
+        "num_gpus": gpus_per_engine(config),
+        "max_concurrency": 1000,
+        "concurrency_groups": {CONTROL: 16},
+        "runtime_env": {"env_vars": engine_environment(config.rollout)},
+    }
+    actor = ray.remote(EngineActor).options(**options).remote(config, model_path, index)
+    return RemoteEngine(f"engine {index}", actor)
+
+
+def gpus_per_engine(config: RunConfig) -> int:
+    """GPUs that Ray reserves for an engine: none on a cluster without any."""
+    return config.rollout.tensor_parallel_size if ray.cluster_resources().get("GPU") else 0

@@ -1,0 +1,173 @@
+"""The data-parallel trainer ranks, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+
+from tidemill.actors.call import IO, call
+from tidemill.config import RunConfig
+from tidemill.protocols import Delivery
+from tidemill.records import Float32Array, Group, Int32Array
+from tidemill.train.batch import MicroBatch
+
+
+class RankActor:
+    """One trainer rank: its shard of the work, and on rank 0 the checkpoints."""
+
+    def __init__(self, config: RunConfig, model_path: str, rank: int, init_method: str | None) -> None:
+        from tidemill.train.policy import PolicyRank
+
+        self.config = config
+        self.policy = PolicyRank(
+            model_path,
+            config.trainer,
+            config.algorithm,
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+            rank=rank,
+            world=config.trainer.ranks,
+            init_method=init_method,
+        )
+        self.staging = TemporaryDirectory(prefix="tidemill-checkpoint-")
+
+    def ready(self) -> None:
+        """Returns once the policy is loaded."""
+
+    def update(self, batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
+        """See `PolicyRank.update`."""
+        return self.policy.update(batches, denominator)
+
+    def score(self, token_ids: Int32Array) -> Float32Array:
+        """See `PolicyRank.score`."""
+        return self.policy.score(token_ids)
+
+    def export(self, path: str) -> int:
+        """Write the weights for the engines, in the engines' precision; returns the bytes."""
+        from tidemill.train.precision import compute_dtype
+
+        dtype = compute_dtype(self.config.rollout.dtype, self.policy.device)
+        return self.policy.export(path, dtype)
+
+    def snapshot(self) -> None:
+        """Write everything a restart needs to the staging folder; training may go on when this returns."""
+        self.policy.save_state(Path(self.staging.name))
+
+    @ray.method(concurrency_group=IO)
+    def upload(self, version: int, state: Mapping[str, object]) -> str:
+        """Commit the snapshot; returns the checkpoint's URI."""
+        with self.checkpoints() as checkpoints:
+            uri: str = checkpoints.commit(version, Path(self.staging.name), state)
+            return uri
+
+    def restore(self, version: int) -> None:
+        """Go on from a committed checkpoint."""
+        with self.checkpoints() as checkpoints, TemporaryDirectory(prefix="tidemill-restore-") as folder:
+            checkpoints.load(version, Path(folder))
+            self.policy.load_state(Path(folder))
+
+    def publish_model(self, version: int) -> str:
+        """Write the Hugging Face folder of the policy to the run's folder and to the store; returns its URI."""
+        folder = self.config.folder / "model"
+        self.policy.save_model(folder)
+        with self.checkpoints() as checkpoints:
+            uri: str = checkpoints.publish_model(version, folder)
+            return uri
+
+    def checkpoints(self) -> Any:
+        """The run's checkpoints, as a context manager."""
+        from tidemill.store.checkpoint import open_checkpoints
+
+        return open_checkpoints(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRanks:
+    """The trainer ranks; what only one has to do, rank 0 does."""
+
+    actors: tuple[Any, ...]
+
+    async def ready(self) -> None:
+        """Wait until all policies are loaded."""
+        await self.all("ready")
+
+    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+        """See `train.trainer.Ranks`."""
+        pending = [a.update.remote(b, denominator) for a, b in zip(self.actors, batches, strict=True)]
+        results: list[dict[str, float]] = await asyncio.gather(*(call("a trainer rank", p) for p in pending))
+        return results[0]
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """Log-probs of the present parameters."""
+        scores: Float32Array = await self.first("score", token_ids)
+        return scores
+
+    async def export(self, path: Path) -> int:
+        """Write the weights for the engines; returns the bytes."""
+        nbytes: int = await self.first("export", str(path))
+        return nbytes
+
+    async def snapshot(self) -> None:
+        """Stage a checkpoint."""
+        await self.first("snapshot")
+
+    async def upload(self, version: int, state: Mapping[str, object]) -> str:
+        """Commit the staged checkpoint; returns its URI."""
+        uri: str = await self.first("upload", version, state)
+        return uri
+
+    async def restore(self, version: int) -> None:
+        """Load a checkpoint on every rank."""
+        await self.all("restore", version)
+
+    async def publish_model(self, version: int) -> str:
+        """Export the policy as a Hugging Face folder; returns its URI."""
+        uri: str = await self.first("publish_model", version)
+        return uri
+
+    async def first(self, method: str, *arguments: object) -> Any:
+        """Call rank 0."""
+        return await call("trainer rank 0", getattr(self.actors[0], method).remote(*arguments))
+
+    async def all(self, method: str, *arguments: object) -> None:
+        """Call every rank at once."""
+        pending = [getattr(actor, method).remote(*arguments) for actor in self.actors]
+        await asyncio.gather(*(call(f"trainer rank {rank}", p) for rank, p in enumerate(pending)))
+
+
+def start_ranks(config: RunConfig, model_path: str) -> RemoteRanks:
+    """Place the trainer ranks; they meet at a port of the first one's host when there are several."""
+    world = config.trainer.ranks
+    init_method = f"tcp://{ray.util.get_node_ip_address()}:{free_port()}" if world > 1 else None
+    threads = config.trainer.threads
+    options = {
+        "num_cpus": 0,
+        "num_gpus": 1 if ray.cluster_resources().get("GPU") else 0,
+        "concurrency_groups": {IO: 1},
+        # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise.
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}},
+    }
+    shell = ray.remote(RankActor).options(**options)
+    return RemoteRanks(tuple(shell.remote(config, model_path, rank, init_method) for rank in range(world)))
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def fetch_groups(deliveries: Sequence[Delivery[Any]]) -> list[Group]:
+    """Bring the payloads of a lease here and decode them."""
+    blobs = await asyncio.gather(*(call("the object store", delivery.payload) for delivery in deliveries))
+    return [Group.from_bytes(blob) for blob in blobs]

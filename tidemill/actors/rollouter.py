@@ -1,0 +1,173 @@
+"""The rollouter in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+from tidemill.actors.call import CONTROL, call
+from tidemill.actors.engine import RemoteEngine
+from tidemill.config import RunConfig
+from tidemill.protocols import Evaluation
+from tidemill.records import Int32Array
+from tidemill.rollout.ledger import Ledger
+from tidemill.rollout.prompts import load_held_out, load_prompts, load_tokenizer
+from tidemill.rollout.reward_pool import RewardPool
+from tidemill.rollout.rollouter import Rollouter
+
+
+class RolloutActor:
+    """The rollouter in a process of its own, with its tokenizer and its reward workers."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_path: str,
+        engines: Sequence[RemoteEngine],
+        queue: Any,
+        ledger: Mapping[str, object] | None,
+        version: int,
+    ) -> None:
+        tokenizer = load_tokenizer(model_path)
+        self.prompts = load_prompts(config.data, tokenizer, config.seed)
+        self.rewards = RewardPool(config.rewards)
+        total = self.prompts.total
+        self.rollouter: Rollouter[Any] = Rollouter(
+            config,
+            self.prompts,
+            load_held_out(config.data, tokenizer, config.seed),
+            engines=engines,
+            queue=queue,
+            rewards=self.rewards,
+            store_payload=ray.put,
+            decode=partial(decode, tokenizer),
+            ledger=Ledger(total) if ledger is None else Ledger.restore(ledger, total),
+            version=version,
+        )
+
+    async def start(self) -> None:
+        """Start the reward workers."""
+        await self.rewards.start()
+
+    async def run(self) -> None:
+        """Generate until the data or the run ends."""
+        await self.rollouter.run()
+
+    async def evaluate(self, version: int) -> Evaluation:
+        """See `Generation`."""
+        return await self.rollouter.evaluate(version)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def begin_version(self, version: int) -> None:
+        """See `Generation`."""
+        await self.rollouter.begin_version(version)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def mark_trained(self, uids: Sequence[int]) -> None:
+        """See `Generation`."""
+        await self.rollouter.mark_trained(uids)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def reissue(self, uids: Sequence[int], reason: str) -> None:
+        """See `Generation`."""
+        await self.rollouter.reissue(uids, reason)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def ledger_state(self) -> Mapping[str, object]:
+        """See `Generation`."""
+        return await self.rollouter.ledger_state()
+
+    @ray.method(concurrency_group=CONTROL)
+    async def stats(self) -> Mapping[str, float]:
+        """See `Generation`."""
+        return await self.rollouter.stats()
+
+    @ray.method(concurrency_group=CONTROL)
+    async def canary(self) -> Int32Array:
+        """`[T]` int32, tokens whose log-probs trainer and engines must agree on."""
+        return self.prompts.prompt(0).token_ids
+
+    @ray.method(concurrency_group=CONTROL)
+    async def stop(self) -> None:
+        """End generation."""
+        await self.rollouter.stop()
+
+    @ray.method(concurrency_group=CONTROL)
+    async def close(self) -> None:
+        """End the reward workers."""
+        await self.rewards.close()
+
+
+def decode(tokenizer: Any, token_ids: Int32Array) -> str:
+    """The text of a response, special tokens left out."""
+    text: str = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteGeneration:
+    """The rollouter in another process."""
+
+    actor: Any
+
+    async def start(self) -> None:
+        """Wait until prompts and rewards can be used."""
+        await call("the rollouter", self.actor.start.remote())
+
+    async def run(self) -> None:
+        """Generate until the data or the run ends; raises what went wrong there."""
+        await call("the rollouter", self.actor.run.remote())
+
+    async def begin_version(self, version: int) -> None:
+        """See `Generation`."""
+        await call("the rollouter", self.actor.begin_version.remote(version))
+
+    async def mark_trained(self, uids: Sequence[int]) -> None:
+        """See `Generation`."""
+        await call("the rollouter", self.actor.mark_trained.remote(list(uids)))
+
+    async def reissue(self, uids: Sequence[int], reason: str) -> None:
+        """See `Generation`."""
+        await call("the rollouter", self.actor.reissue.remote(list(uids), reason))
+
+    async def ledger_state(self) -> Mapping[str, object]:
+        """See `Generation`."""
+        return await call("the rollouter", self.actor.ledger_state.remote())
+
+    async def evaluate(self, version: int) -> Evaluation:
+        """See `Generation`."""
+        return await call("the rollouter", self.actor.evaluate.remote(version))
+
+    async def stats(self) -> Mapping[str, float]:
+        """See `Generation`."""
+        return await call("the rollouter", self.actor.stats.remote())
+
+    async def canary(self) -> Int32Array:
+        """Tokens for the canary of the weight sync."""
+        return await call("the rollouter", self.actor.canary.remote())
+
+    async def stop(self) -> None:
+        """End generation."""
+        await call("the rollouter", self.actor.stop.remote())
+
+    async def close(self) -> None:
+        """End the reward workers."""
+        await call("the rollouter", self.actor.close.remote())
+
+
+def start_rollouter(
+    config: RunConfig,
+    model_path: str,
+    engines: Sequence[RemoteEngine],
+    queue: Any,
+    ledger: Mapping[str, object] | None,
+    version: int,
+) -> RemoteGeneration:
+    """Place the rollouter."""
+    options = {"num_cpus": 0, "max_concurrency": 16, "concurrency_groups": {CONTROL: 16}}
+    actor = ray.remote(RolloutActor).options(**options).remote(config, model_path, engines, queue, ledger, version)
+    return RemoteGeneration(actor)

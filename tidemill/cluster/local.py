@@ -1,0 +1,99 @@
+"""What a run on this machine stands on: its Ray, the embedded S3 server, and memory that outlives a process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from tidemill.config import RunConfig
+from tidemill.errors import ConfigError, RunError
+from tidemill.store.server import open_store, start_server, stop_server, store_folder
+
+OBJECT_STORE_BYTES = 512 * 2**20  # groups are small; weights travel beside Ray
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """Services of a run on this machine, besides Ray, which ends with the process that trains."""
+
+    config: RunConfig
+
+    def provision(self) -> str:
+        """Start the embedded store if it is used, and reach the store; returns its endpoint. May be called again.
+
+        Raises:
+            StoreError: the store does not start or cannot be reached.
+        """
+        if self.config.store.endpoint == "embedded":
+            start_server(store_folder(self.config.output))
+        with open_store(self.config.store, self.config.output) as store:
+            return store.endpoint
+
+    def teardown(self) -> None:
+        """Stop the embedded store and free the memory of weights that a killed process left. May be called again."""
+        if self.config.store.endpoint == "embedded":
+            stop_server(store_folder(self.config.output))
+        folder = weights_folder(self.config)
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def weights_folder(config: RunConfig) -> Path:
+    """Where the weights of a new version pass to the engines: in memory, or on disk where there is no /dev/shm."""
+    memory = Path("/dev/shm")
+    return memory / f"tidemill-{config.name}" if memory.is_dir() else config.folder / "weights"
+
+
+@contextmanager
+def ray_session(config: RunConfig) -> Iterator[None]:
+    """Ray for the time of the body: started here for `local`, joined at RAY_ADDRESS for `existing`.
+
+    Raises:
+        ConfigError: `existing` without RAY_ADDRESS.
+        RunError: Ray does not start, or nobody answers at RAY_ADDRESS.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        if config.cluster.provider == "local":
+            start_ray(config)
+        else:
+            join_ray()
+        yield
+    finally:
+        ray.shutdown()
+
+
+def start_ray(config: RunConfig) -> None:
+    """Start a Ray of our own; it ends with this process."""
+    try:
+        ray.init(
+            address="local",
+            num_cpus=config.cluster.cpus or os.cpu_count() or 1,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            namespace=config.name,
+            logging_level=logging.WARNING,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RunError(f"Ray does not start on this machine: {error}") from error
+
+
+def join_ray() -> None:
+    """Join the cluster at RAY_ADDRESS."""
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise ConfigError(
+            "cluster.provider", "existing", "existing with RAY_ADDRESS set", "Set RAY_ADDRESS, or choose local."
+        )
+    try:
+        ray.init(address=address, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RunError(f"no Ray answers at RAY_ADDRESS = {address}: {error}") from error

@@ -1,0 +1,226 @@
+"""Stand-ins for the seams of a run: for tests, simulation and dry runs.
+
+`FakeEngine` generates like an engine, without a model: tokens are a deterministic function of the prompt, the seed,
+the policy version and the position, one decoding step at a time, so that weight updates, aborts and faults can hit
+a generation midway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from tidemill.errors import EngineError
+from tidemill.protocols import PauseMode, Sampling, WeightUpdate
+from tidemill.records import Completion, FinishReason, Float32Array, Int32Array, VersionSpan
+
+FaultKind = Literal["error", "hang", "abort", "empty"]
+Script = Callable[[Int32Array, int, int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong for the requests of one occurrence.
+
+    Attributes:
+        kind: "error" raises EngineError, "hang" never returns, "abort" returns early with that reason, "empty"
+            returns no tokens.
+        times: how many requests are hit before it works; None is all of them.
+    """
+
+    kind: FaultKind
+    times: int | None = None
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response under way."""
+
+    length: int
+    token_ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class FakeEngine:
+    """An `Engine` whose policy is uniform over `vocab` tokens, at any version.
+
+    Args:
+        seed: of the "weights"; `Sampling.seed` is mixed in.
+        vocab: number of tokens; every log-prob is -ln(vocab), also in `score`.
+        lengths: shortest and longest response in tokens; each sample's length is drawn in between, `max_tokens` caps.
+        token_delay_s: time of one decoding step; 0 only yields to the event loop.
+        faults: by occurrence, where a request id is `UID.N` as the rollouter writes it.
+        script: `(prompt_ids, version, sample) -> tokens` in place of the drawn response; its version is the one at
+            the start of the request.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        vocab: int = 64,
+        lengths: tuple[int, int] = (4, 4),
+        token_delay_s: float = 0.0,
+        faults: Mapping[int, Fault] | None = None,
+        script: Script | None = None,
+    ) -> None:
+        self._seed, self._vocab, self._lengths, self._delay = seed, vocab, lengths, token_delay_s
+        self._faults, self._script = dict(faults or {}), script
+        self._hits: dict[int, int] = {}
+        self._version = 0
+        self._running: dict[str, asyncio.Event] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._generated = 0
+        self._dead = False
+        self.aborted: list[str] = []
+        self.requests: list[tuple[str, Sampling]] = []
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        """Sample one decoding step at a time; see `protocols.Engine.generate`."""
+        await self._open.wait()
+        self._check_alive()
+        self.requests.append((request_id, sampling))
+        aborted = self._running[request_id] = asyncio.Event()
+        self._idle.clear()
+        try:
+            return await self._generate(request_id, aborted, prompt_ids, sampling)
+        finally:
+            del self._running[request_id]
+            if not self._running:
+                self._idle.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests at their next decoding step; unknown ones are ignored."""
+        self.aborted.extend(request_ids)
+        for request_id in request_ids:
+            if request_id in self._running:
+                self._running[request_id].set()
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        """Sample from `update.version` from now on.
+
+        "wait" admits nothing and lets what runs finish first; "keep" and "abort" switch between two decoding steps,
+        which looks the same from outside.
+        """
+        self._check_alive()
+        self._open.clear()
+        try:
+            if mode == "wait":
+                await self._idle.wait()
+            self._version = update.version
+        finally:
+            self._open.set()
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """`[T-1]` float32, all -ln(vocab)."""
+        self._check_alive()
+        return np.full(max(0, len(token_ids) - 1), -math.log(self._vocab), dtype=np.float32)
+
+    async def version(self) -> int:
+        """The version that new tokens are sampled from."""
+        return self._version
+
+    async def stats(self) -> Mapping[str, float]:
+        """The keys of `protocols.Engine.stats`."""
+        return {
+            "running": float(len(self._running)),
+            "waiting": 0.0,
+            "generated_tokens": float(self._generated),
+            "rss_bytes": 0.0,
+        }
+
+    async def shutdown(self) -> None:
+        """Fail what is in flight and all that follows."""
+        self._dead = True
+        for aborted in self._running.values():
+            aborted.set()
+
+    async def _generate(
+        self, request_id: str, aborted: asyncio.Event, prompt_ids: Int32Array, sampling: Sampling
+    ) -> list[Completion]:
+        fault = self._next_fault(request_id)
+        if fault == "error":
+            raise EngineError(f"fake engine: request {request_id} was told to fail")
+        if fault == "hang":
+            await aborted.wait()
+        samples = [self._begin(prompt_ids, sampling, n) for n in range(sampling.n)]
+        scripts = self._scripted(prompt_ids, samples)
+        for position in range(0 if fault else max(sample.length for sample in samples)):
+            await asyncio.sleep(self._delay)
+            if aborted.is_set():
+                break
+            for n, sample in enumerate(samples):
+                if position < sample.length:
+                    token = scripts[n][position] if scripts else self._token(prompt_ids, sampling, n, position)
+                    sample.token_ids.append(token)
+                    sample.versions.append(self._version)
+        self._check_alive()
+        self._generated += sum(len(sample.token_ids) for sample in samples)
+        cut = aborted.is_set() or fault == "abort"
+        return [self._finish(sample, sampling, cut) for sample in samples]
+
+    def _begin(self, prompt_ids: Int32Array, sampling: Sampling, n: int) -> Sample:
+        shortest, longest = self._lengths
+        drawn = shortest + self._draw(prompt_ids, sampling.seed, n, "length") % (longest - shortest + 1)
+        return Sample(length=min(drawn, sampling.max_tokens))
+
+    def _scripted(self, prompt_ids: Int32Array, samples: list[Sample]) -> list[Sequence[int]]:
+        if self._script is None:
+            return []
+        scripts = [self._script(prompt_ids, self._version, n) for n in range(len(samples))]
+        for sample, script in zip(samples, scripts, strict=True):
+            sample.length = len(script)
+        return scripts
+
+    def _token(self, prompt_ids: Int32Array, sampling: Sampling, n: int, position: int) -> int:
+        greedy = sampling.temperature == 0
+        who = (0, 0) if greedy else (sampling.seed, n)
+        return self._draw(prompt_ids, *who, self._version, position) % self._vocab
+
+    def _draw(self, prompt_ids: Int32Array, *key: object) -> int:
+        text = repr((self._seed, *key)).encode()
+        return int.from_bytes(hashlib.blake2b(prompt_ids.tobytes() + text, digest_size=8).digest(), "little")
+
+    def _finish(self, sample: Sample, sampling: Sampling, cut: bool) -> Completion:
+        reason: FinishReason = "length" if len(sample.token_ids) >= sampling.max_tokens else "stop"
+        if cut and len(sample.token_ids) < sample.length:
+            reason = "abort"
+        count = len(sample.token_ids)
+        return Completion(
+            token_ids=np.array(sample.token_ids, dtype=np.int32),
+            log_probs=np.full(count, -math.log(self._vocab), dtype=np.float32),
+            versions=spans_of(sample.versions),
+            finish_reason=reason,
+        )
+
+    def _next_fault(self, request_id: str) -> FaultKind | None:
+        uid = request_id.partition(".")[0]
+        if not uid.isdecimal() or int(uid) not in self._faults:
+            return None
+        fault, hits = self._faults[int(uid)], self._hits.get(int(uid), 0)
+        self._hits[int(uid)] = hits + 1
+        return fault.kind if fault.times is None or hits < fault.times else None
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineError("fake engine: it was shut down")
+
+
+def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Run-length encoding of the version of every token: `[4, 4, 5]` is `4: [0, 2)`, `5: [2, 3)`."""
+    spans: list[VersionSpan] = []
+    for position, version in enumerate(versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, position + 1)
+        else:
+            spans.append(VersionSpan(version, position, position + 1))
+    return tuple(spans)

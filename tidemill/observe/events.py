@@ -1,0 +1,210 @@
+"""What happens in a run, as a log that the driver writes and anyone may follow while it grows.
+
+The log is JSON lines: one event a line, flushed at once. A line is whole once its newline is there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time as clock
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tidemill.errors import DataError
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStarted:
+    """The run enters a phase such as "start engines" or "evaluate".
+
+    Attributes:
+        name: what a person reads.
+        time: seconds since the epoch, by default now, as in every event that has one.
+    """
+
+    kind: ClassVar[str] = "phase_started"
+    name: str
+    time: float = field(default_factory=clock.time)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """An optimizer step is done.
+
+    Attributes:
+        step: counted from 1.
+        steps: budget of the whole run.
+        version: policy version after the step.
+        seconds: wall time of the step.
+        metrics: by the names of `docs/metrics.md`.
+    """
+
+    kind: ClassVar[str] = "step_finished"
+    step: int
+    steps: int
+    version: int
+    seconds: float
+    metrics: Mapping[str, float]
+    time: float = field(default_factory=clock.time)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFinished:
+    """A policy version was scored on the held-out prompts.
+
+    Attributes:
+        version: the one that all answers were sampled from.
+        score: mean reward.
+        answers: `protocols.Answer` as a mapping, one per prompt in the order of the data.
+    """
+
+    kind: ClassVar[str] = "evaluation_finished"
+    version: int
+    score: float
+    answers: Sequence[Mapping[str, Any]]
+    time: float = field(default_factory=clock.time)
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that a person should know and that does not end the run: quarantined prompts, drops."""
+
+    kind: ClassVar[str] = "warning"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    """The run ended well.
+
+    Attributes:
+        summary: `Summary.to_dict()` of `tidemill.observe.report`.
+    """
+
+    kind: ClassVar[str] = "run_finished"
+    summary: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailed:
+    """The run ended with an error.
+
+    Attributes:
+        error: its message.
+        traceback: where it came from.
+    """
+
+    kind: ClassVar[str] = "run_failed"
+    error: str
+    traceback: str
+
+
+Event = PhaseStarted | StepFinished | EvaluationFinished | Notice | RunFinished | RunFailed
+KINDS: Mapping[str, type[Event]] = {
+    event.kind: event for event in (PhaseStarted, StepFinished, EvaluationFinished, Notice, RunFinished, RunFailed)
+}
+
+
+def event_to_dict(event: Event) -> dict[str, Any]:
+    """A JSON value; numbers of numpy become plain ones."""
+    fields = asdict(event)
+    if isinstance(event, StepFinished):
+        fields["metrics"] = {name: float(value) for name, value in event.metrics.items()}
+    return {"kind": event.kind, **fields}
+
+
+def event_from_dict(value: object) -> Event:
+    """Read what `event_to_dict` made.
+
+    Raises:
+        DataError: an unknown kind, or fields that do not belong to it.
+    """
+    if not isinstance(value, dict) or value.get("kind") not in KINDS:
+        raise DataError(f"not an event of a run: {str(value)[:200]}; known kinds are {sorted(KINDS)}")
+    fields = {name: content for name, content in value.items() if name != "kind"}
+    try:
+        return KINDS[value["kind"]](**fields)
+    except TypeError as error:
+        raise DataError(f"not a {value['kind']} event: {error}") from error
+
+
+def parse_line(path: Path, number: int, line: bytes) -> Event:
+    """One line of a log; a broken one, such as a killed writer leaves, becomes a warning that names it."""
+    try:
+        return event_from_dict(json.loads(line))
+    except (DataError, ValueError) as error:
+        return Notice(f"{path}: line {number} is left out: {error}")
+
+
+class EventLog:
+    """Appends events to a file; a restarted run goes on in the same file."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open for appending; a half-written last line is closed, so that it spoils no other."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = self.path.open("ab+", buffering=0)
+        if not ends_with_newline(self.path):
+            self.file.write(b"\n")
+
+    def write(self, event: Event) -> None:
+        """Append one event; after the call it is visible to readers."""
+        self.file.write(json.dumps(event_to_dict(event), ensure_ascii=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def ends_with_newline(path: Path) -> bool:
+    """Whether the last line is whole; true for an empty file."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size == 0:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """All whole events of a log as it is now; none if there is no such file yet."""
+    stop = threading.Event()
+    stop.set()
+    return list(follow(path, stop))
+
+
+def follow(path: str | Path, stop: threading.Event) -> Iterator[Event]:
+    """Events of a log as they are written, from its beginning; waits for the file if need be.
+
+    The iterator ends when `stop` is set and all that was written before is read. It does not end at `RunFailed`:
+    a restart goes on in the same file. A last line without its newline is left until it is whole.
+    """
+    path = Path(path)
+    while not path.exists():
+        if stop.wait(POLL_S):
+            break
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        number, rest = 0, b""
+        while True:
+            stopped = stop.is_set()  # before the read, so that nothing written before `stop` is missed
+            *lines, rest = (rest + file.read()).split(b"\n")
+            for line in lines:
+                number += 1
+                if line:
+                    yield parse_line(path, number, line)
+            if stopped:
+                return
+            stop.wait(POLL_S)

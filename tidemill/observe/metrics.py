@@ -1,0 +1,180 @@
+"""Numbers of a run, from its records; `docs/metrics.md` explains every name.
+
+A ratio or mean is always over the things themselves (rollouts, tokens, groups), never an average of averages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.errors import DataError, RunError
+from tidemill.records import Float32Array, Group, Rollout
+
+
+def group_metrics(groups: Sequence[Group], version: int, advantages: Sequence[Float32Array]) -> dict[str, float]:
+    """Describe the groups of one optimizer step.
+
+    Args:
+        groups: at least one.
+        version: policy version that they are trained at; ages are counted from it.
+        advantages: `[n]` float32 for each group.
+
+    Raises:
+        DataError: no groups, a group without rollouts, or not one advantage per rollout.
+    """
+    if not groups or not all(group.rollouts for group in groups):
+        raise DataError(
+            f"metrics of {len(groups)} groups of {[len(g.rollouts) for g in groups]} rollouts: none is empty"
+        )
+    if [len(group.rollouts) for group in groups] != [len(advantage) for advantage in advantages]:
+        raise DataError(f"{[len(a) for a in advantages]} advantages for {[len(g.rollouts) for g in groups]} rollouts")
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        **reward_metrics(groups, rollouts),
+        **length_metrics(groups, rollouts),
+        **staleness_metrics(groups, rollouts, version),
+        **advantage_metrics(advantages),
+    }
+
+
+def reward_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Rewards over all rollouts; a part that some rollouts lack is averaged over those that have it."""
+    rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
+    flat = sum(len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups)
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
+        "groups/count": float(len(groups)),
+        "groups/zero_variance_ratio": flat / len(groups),
+    }
+
+
+def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Tokens of responses (over rollouts) and of prompts (over groups), and how responses ended."""
+    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
+    prompts = np.array([len(group.prompt.token_ids) for group in groups])
+    seconds = np.array([rollout.seconds for rollout in rollouts])
+    return {
+        "response/tokens": float(lengths.sum()),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_min": float(lengths.min()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated_ratio": share(rollout.finish_reason == "length" for rollout in rollouts),
+        "response/aborted_ratio": share(rollout.finish_reason == "abort" for rollout in rollouts),
+        "response/seconds_mean": float(seconds.mean()),
+        "response/seconds_max": float(seconds.max()),
+        "prompt/length_mean": float(prompts.mean()),
+        "prompt/length_max": float(prompts.max()),
+    }
+
+
+def staleness_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
+    """Ages in versions. A group is as old as its oldest token: judging by the newest hides partial rollouts."""
+    ages = np.array([version - group.oldest_version for group in groups])
+    spans = [span for rollout in rollouts for span in rollout.versions]
+    tokens = sum(span.end - span.start for span in spans)
+    token_ages = sum((version - span.version) * (span.end - span.start) for span in spans)
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/token_mean": token_ages / tokens if tokens else 0.0,
+        "staleness/partial_ratio": share(len({span.version for span in r.versions}) > 1 for r in rollouts),
+    }
+
+
+def advantage_metrics(advantages: Sequence[Float32Array]) -> dict[str, float]:
+    """Spread of the advantages over all rollouts."""
+    values = np.concatenate(list(advantages))
+    return {
+        "advantage/std": float(values.std(dtype=np.float64)),
+        "advantage/min": float(values.min()),
+        "advantage/max": float(values.max()),
+    }
+
+
+def share(flags: Iterator[bool]) -> float:
+    """Fraction of true values; of at least one."""
+    return float(np.mean(list(flags)))
+
+
+def throughput(tokens: float, seconds: float) -> dict[str, float]:
+    """`throughput/tokens_per_second`; 0 while no time has passed."""
+    return {"throughput/tokens_per_second": tokens / seconds if seconds > 0 else 0.0}
+
+
+@dataclass(slots=True)
+class IdleClock:
+    """Exact share of time spent waiting, from the beginnings and ends of the waits themselves.
+
+    Overlapping waits count once. A wait that is still open counts up to now, and goes on in the next window.
+
+    Attributes:
+        clock: seconds, never running backwards.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    started: float = field(init=False)
+    waits: int = field(init=False, default=0)
+    since: float = field(init=False, default=0.0)
+    idle: float = field(init=False, default=0.0)
+    window: tuple[float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+        self.window = (self.started, 0.0)
+
+    def enter(self) -> None:
+        """A wait begins."""
+        if self.waits == 0:
+            self.since = self.clock()
+        self.waits += 1
+
+    def exit(self) -> None:
+        """A wait ends.
+
+        Raises:
+            RunError: none had begun.
+        """
+        if self.waits == 0:
+            raise RunError("a wait ended that had not begun: every IdleClock.exit needs an enter before it")
+        self.waits -= 1
+        if self.waits == 0:
+            self.idle += self.clock() - self.since
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the body as waiting, also when it fails."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.exit()
+
+    def ratio(self) -> float:
+        """Share in `[0, 1]` since the last call of `ratio`, or since the start; 0 if no time has passed."""
+        now = self.clock()
+        idle = self.idle_until(now)
+        begin, before = self.window
+        self.window = (now, idle)
+        return (idle - before) / (now - begin) if now > begin else 0.0
+
+    def total_ratio(self) -> float:
+        """Share in `[0, 1]` since the clock was made; leaves the window of `ratio` as it is."""
+        now = self.clock()
+        return self.idle_until(now) / (now - self.started) if now > self.started else 0.0
+
+    def idle_until(self, now: float) -> float:
+        """Seconds waited so far."""
+        return self.idle + (now - self.since if self.waits else 0.0)

@@ -1,0 +1,51 @@
+"""Passes what the schedule and the trainer report on to the event log and to MLflow."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from tidemill.config import RunConfig
+from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseStarted, StepFinished
+from tidemill.protocols import Evaluation
+from tidemill.store.tracking import Tracker
+from tidemill.train.trainer import Metrics, Position
+
+
+@dataclass(slots=True)
+class RunObserver:
+    """Tells the event log and MLflow what happens, and adds up what the summary needs."""
+
+    config: RunConfig
+    log: EventLog
+    tracker: Tracker
+    seconds: dict[str, float] = field(default_factory=dict)
+    rollouter_idle_seconds: float = 0.0
+    last: Metrics = field(default_factory=dict)
+
+    def step_finished(self, position: Position, metrics: Metrics) -> None:
+        """See `train.trainer.Observer`."""
+        self.last = metrics
+        for name, value in metrics.items():
+            if name.startswith("time/"):
+                self.seconds[name[5:]] = self.seconds.get(name[5:], 0.0) + value
+        self.rollouter_idle_seconds += metrics["idle/rollouter"] * metrics["time/step"]
+        self.tracker.log(position.step, metrics)
+        self.log.write(
+            StepFinished(
+                position.step, self.config.trainer.steps, position.version, metrics["time/step"], metrics, time.time()
+            )
+        )
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """See `train.trainer.Observer`."""
+        self.tracker.log(evaluation.version, {"evaluation/score": evaluation.score})
+        self.log.write(EvaluationFinished(evaluation.version, evaluation.score, answers, time.time()))
+
+    def phase(self, name: str) -> None:
+        """A part of the schedule begins."""
+        self.log.write(PhaseStarted(name, time.time()))
+
+    def notice(self, text: str) -> None:
+        """See `train.trainer.Observer`."""
+        self.log.write(Notice(text))

@@ -1,0 +1,166 @@
+"""A run in a terminal or a log: one line per phase and per finished step, and a bar below on a terminal."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from tidemill.observe.events import (
+    EvaluationFinished,
+    Event,
+    Notice,
+    PhaseStarted,
+    RunFailed,
+    RunFinished,
+    StepFinished,
+)
+
+HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
+LINES_PER_HEADER = 20
+STEPS_AVERAGED = 10  # for the time left
+
+
+class Progress:
+    """Shows events as they come; used as a context manager.
+
+    A held-out score that belongs to a training step stands in that step's line, any other in a line of its own.
+    """
+
+    def __init__(self, console: Console) -> None:
+        """On a terminal the bar is live; otherwise only plain lines are written."""
+        self.console = console
+        self.bar = Bar(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            disable=not console.is_terminal,
+            expand=True,
+        )
+        self.task: TaskID = self.bar.add_task("starting", total=None, left="")
+        self.began: float | None = None
+        self.lines = 0
+        self.last: StepFinished | None = None
+        self.pending: EvaluationFinished | None = None
+        self.seconds: deque[float] = deque(maxlen=STEPS_AVERAGED)
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
+        self.bar.remove_task(self.task)  # the last thing on the screen is a line, not a bar
+        self.bar.stop()
+
+    def handle(self, event: Event) -> None:
+        """Show one event."""
+        if isinstance(event, StepFinished):
+            self.step(event)
+        elif isinstance(event, EvaluationFinished):
+            self.evaluation(event)
+        elif isinstance(event, PhaseStarted):
+            self.phase(event)
+        elif isinstance(event, Notice):
+            self.line(Text(f"warning: {event.text}", style="yellow"))
+        elif isinstance(event, RunFinished):
+            self.flush()
+            self.line(Text(f"finished{after(event.summary)}", style="bold green"))
+        else:
+            self.failure(event)
+
+    def phase(self, event: PhaseStarted) -> None:
+        """Announce a phase with the time since the first event."""
+        self.flush()
+        self.line(Text(f"{self.offset(event.time):>9}  {event.name}"))
+        self.bar.update(self.task, description=event.name)
+
+    def step(self, event: StepFinished) -> None:
+        """One line, under a header that comes back every 20 lines, and the bar."""
+        if self.lines % LINES_PER_HEADER == 0:
+            self.line(Text(HEADER, style="bold"))
+        self.lines += 1
+        self.seconds.append(event.seconds)
+        left = duration((event.steps - event.step) * sum(self.seconds) / len(self.seconds))
+        held_out, self.pending, self.last = self.pending, None, event
+        self.line(Text(step_line(event, held_out.score if held_out else None, left)))
+        self.bar.update(self.task, description="training", completed=event.step, total=event.steps, left=f"{left} left")
+
+    def evaluation(self, event: EvaluationFinished) -> None:
+        """Keep the score for the line of the step that is about to end, or show it now if there is none."""
+        self.offset(event.time)
+        self.flush()
+        self.pending = event
+        if self.last is None or self.last.step == self.last.steps:
+            self.flush()
+
+    def flush(self) -> None:
+        """Show a score that no step took."""
+        if self.pending is not None:
+            score, self.pending = self.pending, None
+            text = f"held-out score {score.score:.3f} at version {score.version} ({len(score.answers)} prompts)"
+            self.line(Text(f"{self.offset(score.time):>9}  {text}", style="cyan"))
+
+    def failure(self, event: RunFailed) -> None:
+        """The error, after its traceback, so that it is the last thing on the screen."""
+        self.flush()
+        if event.traceback:
+            self.line(Text(event.traceback.rstrip(), style="dim"))
+        self.line(Text(f"failed: {event.error}", style="bold red"))
+
+    def offset(self, time: float) -> str:
+        """Time since the first event."""
+        self.began = time if self.began is None else self.began
+        return duration(time - self.began)
+
+    def line(self, text: Text) -> None:
+        """Write above the bar, wrapped by the terminal alone so that a log keeps one line per event."""
+        self.console.print(text, soft_wrap=True)
+
+
+def step_line(event: StepFinished, held_out: float | None, left: str) -> str:
+    """The 80 columns below `HEADER`; what was not measured stands as "-"."""
+    metrics = event.metrics
+    idle = f"{percent(metrics, 'idle/trainer')} / {percent(metrics, 'idle/rollouter')}"
+    cells = (
+        f"{event.step:>4}/{event.steps:<4}",
+        f"{number(metrics, 'reward/mean', '.3f'):>6}",
+        f"{'' if held_out is None else format(held_out, '.3f'):>8}",
+        f"{number(metrics, 'staleness/max', '.0f'):>3}",
+        f"{number(metrics, 'queue/depth', '.0f'):>5}",
+        f"{idle:>18}",
+        f"{number(metrics, 'throughput/tokens_per_second', ',.0f'):>9}",
+        f"{left:>8}",
+    )
+    return "  ".join(cells)
+
+
+def number(metrics: Mapping[str, float], name: str, form: str) -> str:
+    """A metric, or "-"."""
+    return format(metrics[name], form) if name in metrics else "-"
+
+
+def percent(metrics: Mapping[str, float], name: str) -> str:
+    """A ratio as a percentage, or "-"."""
+    return f"{metrics[name]:.0%}" if name in metrics else "-"
+
+
+def duration(seconds: float) -> str:
+    """`m:ss`, or `h:mm:ss` from an hour on."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def after(summary: Mapping[str, Any]) -> str:
+    """How long the run took, if the summary says so."""
+    seconds = summary.get("total_seconds")
+    return "" if seconds is None else f" after {duration(seconds)}"

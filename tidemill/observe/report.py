@@ -1,0 +1,246 @@
+"""The end of a run: what was learned, where the model is, and what was left out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tidemill.errors import DataError
+from tidemill.observe.events import EvaluationFinished, Event, StepFinished
+from tidemill.observe.progress import duration
+
+WHY_MISSING = {
+    "held_out_before": "data.held_out is not set",
+    "held_out_after": "data.held_out is not set",
+    "checkpoint_uri": "no checkpoint was written",
+    "model_uri": "no model was exported",
+    "model_version": "not registered",
+    "mlflow_run_id": "not tracked",
+    "max_age": "no group was trained",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one held-out prompt got before and after training; None where it was not asked."""
+
+    prompt: str
+    before: str | None
+    after: str | None
+    expected: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`summary.json`; a value that does not exist is None, and `missing` may say why.
+
+    Attributes:
+        steps: optimizer steps done.
+        held_out_before, held_out_after: mean reward on the held-out prompts.
+        train_seconds: first to last optimizer step; total_seconds: the whole run.
+        tokens_per_second: trained response tokens over `train_seconds`.
+        trainer_idle, rollouter_idle: share of `train_seconds` spent waiting, in `[0, 1]`.
+        max_age: largest age of a trained token, in policy versions.
+        peak_memory_bytes: of all processes of the run together.
+        checkpoint_uri, model_uri: where they lie in the object store.
+        model_version: `NAME/VERSION` in the registry.
+        mlflow_run_id: the run in the tracking server.
+        samples: held-out prompts with the answers before and after.
+        skipped: prompts that were never trained, by reason.
+        dropped: groups that were generated and not trained, by reason; their prompts were issued again.
+        phase_seconds: wall time by phase.
+        missing: why a value is None, by its name.
+    """
+
+    steps: int
+    held_out_before: float | None
+    held_out_after: float | None
+    train_seconds: float
+    total_seconds: float
+    tokens_per_second: float
+    trainer_idle: float | None
+    rollouter_idle: float | None
+    max_age: int | None
+    peak_memory_bytes: int | None
+    checkpoint_uri: str | None
+    model_uri: str | None
+    model_version: str | None
+    mlflow_run_id: str | None
+    samples: Sequence[Sample] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON value."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The text of `summary.json`."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Summary:
+        """Read what `to_json` made.
+
+        Raises:
+            DataError: it is something else, or keys are missing or unknown.
+        """
+        try:
+            value = json.loads(text)
+            samples = tuple(Sample(**sample) for sample in value["samples"])
+            return cls(**{**value, "samples": samples})
+        except (ValueError, KeyError, TypeError) as error:
+            names = [f.name for f in fields(cls)]
+            raise DataError(f"not a summary of a run: {error}; its keys are {names}") from error
+
+    def write(self, path: str | Path) -> None:
+        """Write as JSON; a reader sees the whole file or the one before."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(self.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Summary:
+        """Read what `write` wrote.
+
+        Raises:
+            DataError: there is no such file, or it holds something else.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} is not a readable summary: {error}") from error
+        return cls.from_json(text)
+
+    def reason(self, name: str) -> str:
+        """Why the value `name` is None, in brackets."""
+        return f"({self.missing.get(name, WHY_MISSING.get(name, 'not measured'))})"
+
+
+def render(summary: Summary, console: Console, generate_command: str, ui_command: str) -> None:
+    """Print the report of a run.
+
+    Args:
+        summary: the run.
+        console: where to; 80 columns are enough.
+        generate_command: shell command that asks the trained model something.
+        ui_command: shell command that opens MLflow on the run.
+    """
+    console.print(scores(summary))
+    if summary.samples:
+        console.print(answers(summary.samples))
+    console.print(run_table(summary))
+    for name, counts in (("skipped prompts", summary.skipped), ("dropped groups", summary.dropped)):
+        for reason, count in counts.items():
+            if count:
+                console.print(Text(f"{name}: {count} ({reason})", style="yellow"), soft_wrap=True)
+    if summary.model_uri is not None:
+        console.print(
+            Text("\nAsk the trained model:"), Text(f"  {generate_command}", style="bold"), sep="\n", soft_wrap=True
+        )
+    if summary.mlflow_run_id is not None:
+        console.print(Text("\nSee it in MLflow:"), Text(f"  {ui_command}", style="bold"), sep="\n", soft_wrap=True)
+
+
+def scores(summary: Summary) -> Text:
+    """Held-out score before and after, the one line that a person looks for."""
+    before, after = summary.held_out_before, summary.held_out_after
+    text = Text("\nHeld-out score  ", style="bold")
+    text.append(summary.reason("held_out_before") if before is None else f"{before:.3f}")
+    if not (before is None and after is None):
+        text.append("  ->  ")
+        text.append(summary.reason("held_out_after") if after is None else f"{after:.3f}")
+    if before is not None and after is not None:
+        gain = after - before
+        text.append(f"  ({gain:+.3f})", style="green" if gain > 0 else "red" if gain < 0 else "")
+    return text
+
+
+def answers(samples: Sequence[Sample]) -> Table:
+    """Prompts with the answers before and after training."""
+    table = Table(title="Held-out answers", title_justify="left", expand=True)
+    for name in ("prompt", "before", "after", "expected"):
+        table.add_column(name, overflow="fold", ratio=1 if name == "expected" else 2)
+    for sample in samples:
+        row = (sample.prompt, sample.before, sample.after, sample.expected)
+        table.add_row(*(Text("-" if cell is None else cell.strip()) for cell in row))
+    return table
+
+
+def run_table(summary: Summary) -> Table:
+    """Everything else, one row a value; a missing one says why."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    steps = f"{summary.steps} in {duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})"
+    table.add_row("steps", steps)
+    table.add_row("trained tokens/s", f"{summary.tokens_per_second:,.0f}")
+    for label, name in (("trainer idle", "trainer_idle"), ("rollouter idle", "rollouter_idle")):
+        table.add_row(label, value_or_reason(summary, name, "{:.1%}"))
+    table.add_row("oldest trained token", value_or_reason(summary, "max_age", "{} version(s) behind"))
+    gib = summary.peak_memory_bytes
+    table.add_row("peak memory", summary.reason("peak_memory_bytes") if gib is None else f"{gib / 2**30:.2f} GiB")
+    labels = {"checkpoint_uri": "checkpoint", "model_uri": "model", "model_version": "model version"}
+    for name, label in (labels | {"mlflow_run_id": "MLflow run"}).items():
+        table.add_row(label, value_or_reason(summary, name, "{}"))
+    if summary.phase_seconds:
+        parts = (f"{name} {duration(seconds)}" for name, seconds in summary.phase_seconds.items())
+        table.add_row("time by phase", ", ".join(parts))
+    return table
+
+
+def value_or_reason(summary: Summary, name: str, form: str) -> Text:
+    """A value in its form, or in grey why there is none."""
+    value = asdict(summary)[name]
+    return Text(summary.reason(name), style="dim") if value is None else Text(form.format(value))
+
+
+def reward_curve_svg_or_png(events: Sequence[Event], path: str | Path) -> None:
+    """Draw reward per step and the held-out scores; the suffix of `path` chooses the format (`.svg`, `.png`).
+
+    Steps that a restart repeated are drawn as they ran last.
+
+    Raises:
+        DataError: no step has finished.
+    """
+    from matplotlib.figure import Figure
+
+    rewards = {e.step: e.metrics["reward/mean"] for e in events if isinstance(e, StepFinished)}
+    if not rewards:
+        raise DataError(f"cannot draw {path}: the log holds no finished step")
+    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(list(rewards), list(rewards.values()), color="tab:blue", label="training reward (mean of the step)")
+    if held_out := held_out_points(events):
+        axes.plot(*zip(*held_out, strict=True), "o", color="tab:orange", label="held-out score (greedy)")
+    axes.set(xlabel="optimizer step", ylabel="reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", frameon=False)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def held_out_points(events: Sequence[Event]) -> list[tuple[int, float]]:
+    """`(step, score)` of every evaluation: the step that made the version, 0 for the policy before training."""
+    made: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, StepFinished) and event.version > 0:
+            made.setdefault(event.version, event.step)
+    evaluations = [event for event in events if isinstance(event, EvaluationFinished)]
+    points = {made.get(event.version, 0): event.score for event in evaluations}
+    return sorted(points.items())

@@ -1,0 +1,135 @@
+"""What is checked before anything is paid for: prompts, rewards, and room on this machine."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from safetensors import safe_open
+
+from tidemill.config import RunConfig
+from tidemill.errors import RunError
+from tidemill.rollout.rewards import resolve
+from tidemill.rollout.sources import load_rows
+from tidemill.store.models import default_cache, looks_like_hub_name, resolve_model
+from tidemill.store.object_store import ObjectStore, credentials
+from tidemill.store.weed import find_binary
+
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+RAY_OBJECT_STORE = GIB // 2
+PROCESS = GIB  # what a process with torch and vLLM imported takes before it holds a model
+TRAINING_BYTES_PER_WEIGHT = 16  # fp32 weight, gradient and two moments of AdamW
+CHECKPOINT_BYTES_PER_WEIGHT = 12
+EXPORTED_BYTES_PER_WEIGHT = 2
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Read every prompt and find every reward function.
+
+    Raises:
+        ConfigError, DataError, RewardError: naming the setting, the file and line, or the function.
+    """
+    load_rows(config.data.train, config.data)
+    if config.data.held_out is not None:
+        load_rows(config.data.held_out, config.data, "data.held_out")
+    for reward in config.rewards:
+        resolve(reward.function)
+
+
+def check_model(config: RunConfig) -> None:
+    """Look at a model that is a folder; one that lies elsewhere is brought here by `provision`.
+
+    Raises:
+        ModelError: there is no such folder, or it is no model.
+    """
+    remote = config.model.startswith(("s3://", "models:/")) or looks_like_hub_name(config.model)
+    if not remote or Path(config.model).is_dir():
+        resolve_model(config.model, default_cache())
+
+
+def count_weights(folder: Path) -> int:
+    """Parameters in the safetensors files of a model."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+    return total
+
+
+def check_store(config: RunConfig) -> None:
+    """See that the embedded server can be started, or that the configured one answers and lets us write.
+
+    Raises:
+        StoreError, ConfigError: naming the endpoint, the program or the missing key.
+    """
+    if config.store.endpoint == "embedded":
+        find_binary()
+    else:
+        ObjectStore.connect(config.store.endpoint, config.store.bucket, *credentials())
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of one kind of storage that a run needs, and that are there."""
+
+    what: str
+    needed: int
+    free: int
+    fix: str
+
+
+def check_room(config: RunConfig, weights: int) -> None:
+    """Refuse to start without the memory and the disk for a model of so many weights.
+
+    Args:
+        config: of the run.
+        weights: parameters of the model; 0 checks only what any run needs.
+
+    Raises:
+        RunError: naming what is needed, what is there and what to do.
+    """
+    for room in rooms(config, weights):
+        if room.free < room.needed:
+            raise RunError(
+                f"not enough {room.what}: about {room.needed / GIB:.1f} GiB are needed and {room.free / GIB:.1f} GiB "
+                f"are free. {room.fix}"
+            )
+
+
+def rooms(config: RunConfig, weights: int) -> Iterator[Room]:
+    """Estimates, on the low side, of what a run on this machine takes."""
+    output = nearest_folder(config.output)
+    checkpoints = (config.checkpoint.keep + 1) * CHECKPOINT_BYTES_PER_WEIGHT * weights
+    yield Room(
+        f"disk below {config.output}",
+        GIB + checkpoints + 3 * EXPORTED_BYTES_PER_WEIGHT * weights,
+        shutil.disk_usage(output).free,
+        "Free some, name another folder with output=..., or keep fewer checkpoints (checkpoint.keep).",
+    )
+    if config.cluster.provider != "local":
+        return
+    engine = PROCESS + config.rollout.cpu_kv_cache_gib * GIB + EXPORTED_BYTES_PER_WEIGHT * weights
+    yield Room(
+        "memory",
+        PROCESS + config.trainer.ranks * TRAINING_BYTES_PER_WEIGHT * weights + config.rollout.engines * engine,
+        psutil.virtual_memory().available,
+        "Close other programs, choose a smaller model, or run fewer engines (rollout.engines).",
+    )
+    if SHARED_MEMORY.is_dir():
+        yield Room(
+            f"shared memory in {SHARED_MEMORY}",
+            RAY_OBJECT_STORE + 2 * EXPORTED_BYTES_PER_WEIGHT * weights,
+            shutil.disk_usage(SHARED_MEMORY).free,
+            "In a container start it with a larger one, for example --shm-size=4g.",
+        )
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the closest one above it that exists."""
+    path = path.resolve()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())

@@ -1,0 +1,370 @@
+"""The bounded queue of finished groups between rollouter and trainer.
+
+    put ─► [ queued, by arrival ] ─► lease ─► acknowledge        (trained: forgotten)
+                   ▲   │                 └──► release ─┐         (not trained: back to the head)
+                   │   └─► swept (too old), dropped (drop_oldest)│
+                   └─────────────────────────────────────────────┘
+
+`MessageQueue` is plain asyncio. `start_queue` puts one into a Ray actor and `ActorQueue` speaks to it; payloads are
+then object references, nested in `Delivery` so that Ray passes them on unopened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+from uuid import uuid4
+
+from tidemill.errors import ConfigError, RunError
+from tidemill.protocols import Delivery, Lease, Ref
+
+T = TypeVar("T")
+WhenFull = Literal["block", "drop_oldest"]
+NO_LEASE = 0  # id of a lease without groups
+CONTROL = "control"  # Ray concurrency group of the calls that never wait
+WITHDRAW_TIMEOUT_S = 10.0
+ANSWERS_KEPT = 1000  # of latest calls, to be able to take one back
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival(Generic[Ref]):
+    """A delivery and its place in the order of arrival, which survives lease and release."""
+
+    ordinal: int
+    delivery: Delivery[Ref]
+
+
+class MessageQueue(Generic[Ref]):
+    """Bounded first-in-first-out queue with leases, back-pressure and a staleness bound; implements `Queue`.
+
+    Waiting producers are served in the order in which they came, and so are consumers: a large batch is not
+    overtaken by a small one. A cancelled or timed-out waiter has stored and taken nothing. `capacity` counts queued
+    groups only, so leased groups never block a producer, and a released lease may exceed it for a moment.
+
+    All calls must come from one event loop.
+    """
+
+    def __init__(self, capacity: int, max_staleness: int, when_full: WhenFull = "block") -> None:
+        """An empty, open queue.
+
+        Args:
+            capacity: groups queued at most, at least 1.
+            max_staleness: a group older than this many versions is swept.
+            when_full: make producers wait, or drop the oldest queued groups.
+
+        Raises:
+            ConfigError: `capacity` is out of range.
+        """
+        if capacity < 1:
+            raise ConfigError("queue.capacity", capacity, "at least 1", "Give the queue room for one batch.")
+        self.capacity, self.max_staleness, self.when_full = capacity, max_staleness, when_full
+        self.queued: deque[Arrival[Ref]] = deque()
+        self.leases: dict[int, list[Arrival[Ref]]] = {}
+        self.closed = False
+        self.arrived = self.trained = self.dropped = self.swept = 0
+        self.last_lease = NO_LEASE
+        self.unreported: tuple[int, ...] = ()  # uids removed in a call whose caller was cancelled
+        self.producers: deque[asyncio.Event] = deque()
+        self.consumers: deque[asyncio.Event] = deque()
+
+    async def put(self, deliveries: Sequence[Delivery[Ref]], timeout_s: float) -> list[int]:
+        """Append in order, waiting for room; returns the uids dropped for it (policy `drop_oldest`, else none).
+
+        Raises:
+            TimeoutError: no room in time; nothing of `deliveries` was stored.
+            RunError: the queue is closed, or was while waiting (nothing was stored); or the batch can never fit.
+        """
+        if len(deliveries) > self.capacity:
+            raise RunError(
+                f"put of {len(deliveries)} groups into a queue of capacity {self.capacity}: it can never fit; put "
+                "fewer at once or raise queue.capacity"
+            )
+        count = len(deliveries)
+        async with self.turn(self.producers, lambda: self.can_put(count), timeout_s, f"room for {count} groups"):
+            if self.closed:
+                raise RunError(f"put of {count} groups into a closed queue; nothing of them was stored")
+            dropped = self.drop_oldest(count)
+            for delivery in deliveries:
+                self.arrived += 1
+                self.queued.append(Arrival(self.arrived, delivery))
+            return dropped
+
+    async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Ref]:
+        """Take the `count` groups that arrived first, ordered by uid; fewer only once the queue is closed.
+
+        Groups with `version - oldest_version > max_staleness` leave the queue and are named in `swept`. A call that
+        sweeps and cannot be filled returns at once, with no deliveries and the id `NO_LEASE`: the caller has the
+        swept prompts issued again and calls anew. Otherwise the caller might wait for groups that only it can order.
+
+        A closed queue hands out what is left. `ended` says that nothing is queued behind this lease; a lease still
+        open elsewhere may be released and then be leased again. A lease without groups is not to be acknowledged.
+
+        Raises:
+            TimeoutError: not enough groups in time; nothing was taken or swept.
+            RunError: `count` groups can never be queued at once.
+        """
+        if not 1 <= count <= self.capacity:
+            raise RunError(f"lease of {count} groups from a queue of capacity {self.capacity}: allowed is 1..capacity")
+        waiting_for = f"{count} groups at version {version}"
+        async with self.turn(self.consumers, lambda: self.can_lease(count, version), timeout_s, waiting_for):
+            swept = self.sweep(version)
+            enough = self.closed or len(self.queued) >= count
+            taken = [self.queued.popleft() for _ in range(min(count, len(self.queued)))] if enough else []
+            deliveries = tuple(sorted((arrival.delivery for arrival in taken), key=lambda d: d.header.uid))
+            return Lease(self.remember(taken), deliveries, swept, ended=self.closed and not self.queued)
+
+    async def acknowledge(self, lease_id: int) -> None:
+        """The groups of this lease are trained; forget them.
+
+        Raises:
+            RunError: there is no such lease (any more).
+        """
+        self.trained += len(self.forget(lease_id))
+
+    async def release(self, lease_id: int) -> None:
+        """Return the groups of this lease to the head, where they stood by arrival.
+
+        Raises:
+            RunError: there is no such lease (any more).
+        """
+        returned = self.forget(lease_id)
+        self.queued = deque(sorted([*returned, *self.queued], key=lambda arrival: arrival.ordinal))
+        self.wake()
+
+    async def close(self) -> None:
+        """No group will follow: waiting producers fail, waiting consumers get what is left. Displaces nothing."""
+        self.closed = True
+        self.wake()
+
+    async def stats(self) -> Mapping[str, float]:
+        """`depth`, `leased`, `capacity` now; `put`, `trained`, `dropped`, `swept` so far; all in groups.
+
+        `oldest_version` is that of the queued groups, -1 if there is none.
+        """
+        return {
+            "depth": len(self.queued),
+            "leased": sum(map(len, self.leases.values())),
+            "capacity": self.capacity,
+            "put": self.arrived,
+            "trained": self.trained,
+            "dropped": self.dropped,
+            "swept": self.swept,
+            "oldest_version": min((arrival.delivery.header.oldest_version for arrival in self.queued), default=-1),
+        }
+
+    @asynccontextmanager
+    async def turn(
+        self, line: deque[asyncio.Event], ready: Callable[[], bool], timeout_s: float, waiting_for: str
+    ) -> AsyncIterator[None]:
+        """Stand in line until first and `ready`, then run the body, which must not await, and let the next one try.
+
+        The waiter itself acts after it woke, so one that is cancelled in that very moment has changed nothing.
+        """
+        ticket = asyncio.Event()
+        line.append(ticket)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (line[0] is ticket and ready()):
+                    ticket.clear()
+                    await ticket.wait()
+            yield
+        except TimeoutError:
+            raise TimeoutError(f"no {waiting_for} within {timeout_s:g} s; queue: {dict(await self.stats())}") from None
+        finally:
+            line.remove(ticket)
+            self.wake()
+
+    def wake(self) -> None:
+        """Something changed: let the first producer and the first consumer look; each wakes the next when it leaves."""
+        for line in (self.producers, self.consumers):
+            if line:
+                line[0].set()
+
+    def can_put(self, count: int) -> bool:
+        """Whether `put` of `count` groups can go on."""
+        return self.closed or self.when_full == "drop_oldest" or len(self.queued) + count <= self.capacity
+
+    def can_lease(self, count: int, version: int) -> bool:
+        """Whether `lease` has something to return."""
+        enough = self.closed or len(self.queued) >= count or self.unreported
+        return bool(enough) or any(self.stale(arrival, version) for arrival in self.queued)
+
+    def stale(self, arrival: Arrival[Ref], version: int) -> bool:
+        """Whether a group may no longer be trained at `version`."""
+        return version - arrival.delivery.header.oldest_version > self.max_staleness
+
+    def drop_oldest(self, count: int) -> list[int]:
+        """Make room for `count` groups; only the policy `drop_oldest` comes here without room."""
+        surplus = max(0, len(self.queued) + count - self.capacity)
+        self.dropped += surplus
+        return [self.queued.popleft().delivery.header.uid for _ in range(surplus)]
+
+    def sweep(self, version: int) -> tuple[int, ...]:
+        """Remove what is too old; names also what was removed without anyone hearing of it."""
+        old = tuple(arrival.delivery.header.uid for arrival in self.queued if self.stale(arrival, version))
+        self.queued = deque(arrival for arrival in self.queued if not self.stale(arrival, version))
+        self.swept += len(old)
+        unreported, self.unreported = self.unreported, ()
+        return unreported + old
+
+    def remember(self, taken: list[Arrival[Ref]]) -> int:
+        """Open a lease for `taken`."""
+        if not taken:
+            return NO_LEASE
+        self.last_lease += 1
+        self.leases[self.last_lease] = taken
+        return self.last_lease
+
+    def forget(self, lease_id: int) -> list[Arrival[Ref]]:
+        """Close a lease."""
+        if lease_id not in self.leases:
+            raise RunError(
+                f"lease {lease_id} is not open: it was acknowledged or released before, or held no groups; open are "
+                f"{sorted(self.leases)}"
+            )
+        return self.leases.pop(lease_id)
+
+
+class QueueShell(MessageQueue[Any]):
+    """A MessageQueue in a Ray actor, which can take back a call whose caller was cancelled.
+
+    Ray runs every concurrency group in an event loop and thread of its own. Calls that wait run in the default group;
+    the others arrive through the group `control`, which waiters cannot fill, and hop over to the default group's
+    loop, where all state lives. A caller names each waiting call by a ticket. Ray's own cancellation is not used: a
+    lease that is just being answered would be reported as cancelled, and its groups would be lost.
+    """
+
+    def __init__(self, capacity: int, max_staleness: int, when_full: WhenFull) -> None:
+        super().__init__(capacity, max_staleness, when_full)
+        self.home: Future[asyncio.AbstractEventLoop] = Future()
+        self.waiting: dict[str, asyncio.Task[Any] | None] = {}
+        self.withdrawn: set[str] = set()  # tickets that were taken back before their call came
+        self.answered: deque[tuple[str, int, Sequence[int]]] = deque(maxlen=ANSWERS_KEPT)
+
+    async def start(self) -> None:
+        """Name the loop that owns the state: that of the first call in the default group, whichever Ray makes it."""
+        if not self.home.done():
+            self.home.set_result(asyncio.get_running_loop())
+
+    async def control(self, method: str, *arguments: Any) -> Any:
+        """Run a call that never waits at home."""
+        home = await asyncio.wrap_future(self.home)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(getattr(self, method)(*arguments), home))
+
+    async def wait(self, ticket: str, method: str, *arguments: Any) -> Any:
+        """Run `put` or `lease` under a ticket."""
+        await self.start()
+        if ticket in self.withdrawn:
+            self.withdrawn.remove(ticket)
+            raise RunError(f"{method} was withdrawn")
+        self.waiting[ticket] = asyncio.current_task()
+        try:
+            result = await getattr(self, method)(*arguments)
+        except asyncio.CancelledError:
+            raise RunError(f"{method} was withdrawn") from None
+        finally:
+            del self.waiting[ticket]
+        lease_id, removed = (result.lease_id, result.swept) if isinstance(result, Lease) else (NO_LEASE, result)
+        self.answered.append((ticket, lease_id, removed))
+        return result
+
+    async def withdraw(self, ticket: str) -> None:
+        """The caller is gone: stop waiting, or return what it will not hear of to the queue."""
+        if ticket in self.waiting:
+            task = self.waiting[ticket]
+            assert task is not None
+            task.cancel()
+            return
+        answers = [(lease_id, removed) for name, lease_id, removed in self.answered if name == ticket]
+        if not answers:
+            self.withdrawn.add(ticket)
+        for lease_id, removed in answers:
+            self.unreported += tuple(removed)
+            if lease_id in self.leases:
+                await self.release(lease_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorQueue:
+    """A MessageQueue in another process; implements `Queue` over the handle of a `QueueShell` actor."""
+
+    actor: Any
+
+    async def put(self, deliveries: Sequence[Delivery[Any]], timeout_s: float) -> list[int]:
+        """See `MessageQueue.put`; a put that is cancelled while it is answered may have been stored."""
+        dropped: list[int] = await self.wait("put", list(deliveries), timeout_s)
+        return dropped
+
+    async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Any]:
+        """See `MessageQueue.lease`; groups that were leased to a cancelled call go back to the head."""
+        lease: Lease[Any] = await self.wait("lease", count, version, timeout_s)
+        return lease
+
+    async def acknowledge(self, lease_id: int) -> None:
+        """See `MessageQueue.acknowledge`."""
+        await self.control("acknowledge", lease_id)
+
+    async def release(self, lease_id: int) -> None:
+        """See `MessageQueue.release`."""
+        await self.control("release", lease_id)
+
+    async def close(self) -> None:
+        """See `MessageQueue.close`."""
+        await self.control("close")
+
+    async def stats(self) -> Mapping[str, float]:
+        """See `MessageQueue.stats`."""
+        stats: Mapping[str, float] = await self.control("stats")
+        return stats
+
+    async def wait(self, method: str, *arguments: Any) -> Any:
+        """Make a call that waits; cancelled, it is withdrawn."""
+        ticket = uuid4().hex
+        try:
+            return await answer(self.actor.wait.remote(ticket, method, *arguments))
+        except asyncio.CancelledError:
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                await self.control("withdraw", ticket)
+            raise
+
+    async def control(self, method: str, *arguments: Any) -> Any:
+        """Make a call that never waits, past all that do."""
+        return await answer(self.actor.control.options(concurrency_group=CONTROL).remote(method, *arguments))
+
+
+async def answer(reference: Awaitable[T]) -> T:
+    """Await an actor call; what the queue raised is raised as it is, with the remote traceback as its cause.
+
+    Raises:
+        RunError: the actor died.
+    """
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return await reference
+    except RayTaskError as error:
+        raise error.cause from error
+    except RayActorError as error:
+        raise RunError(f"the message queue died: {error}") from error
+
+
+def start_queue(capacity: int, max_staleness: int, when_full: WhenFull, max_waiting: int = 1000) -> ActorQueue:
+    """Start the queue's actor in the Ray cluster that this process is connected to.
+
+    Args:
+        capacity: see `MessageQueue`, as `max_staleness` and `when_full`.
+        max_staleness: in policy versions.
+        when_full: `block` or `drop_oldest`.
+        max_waiting: puts and leases that wait at once; more of them queue up in Ray, control calls pass.
+    """
+    import ray
+
+    shell = ray.remote(num_cpus=0, max_concurrency=max_waiting, concurrency_groups={CONTROL: 16})(QueueShell)
+    actor = shell.remote(capacity, max_staleness, when_full)
+    actor.start.remote()
+    return ActorQueue(actor)

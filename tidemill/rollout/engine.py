@@ -1,0 +1,283 @@
+"""A generation engine: vLLM's AsyncLLM behind `tidemill.protocols.Engine`.
+
+What a weight update does to requests in flight, by pause mode:
+
+keep: they stop between two decoding steps and go on with their tokens and their KV cache, which the old weights
+    computed. (vLLM's `clear_cache=True` would preempt them and compute all KV again with the new weights: exact, and a
+    prefill of everything in flight.) The prefix cache cannot be emptied while they hold blocks of it, so every request
+    carries its version as cache salt: a request that comes after the update never sees KV from before it.
+abort: vLLM ends them; `generate` submits prompt and tokens so far again with what is left of the budget.
+wait: they finish first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from tidemill.config import RolloutConfig
+from tidemill.errors import EngineError, SyncError, TidemillError
+from tidemill.protocols import PauseMode, Sampling, WeightUpdate
+from tidemill.records import Completion, Float32Array, Int32Array
+from tidemill.rollout.engine_processes import children, end_processes, resident_bytes
+from tidemill.rollout.engine_settings import engine_environment, engine_settings
+from tidemill.rollout.sample import Flight, Sample, prompt_log_probs, sampling_options
+
+__all__ = ["VllmEngine", "engine_environment"]
+CONTROL_TIMEOUT_S = 60.0
+ABORT_POLL_S = 0.01
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """One vLLM replica; see `protocols.Engine` for its methods.
+
+    Args:
+        model_path: Hugging Face folder.
+        rollout: sampling and memory settings.
+        max_prompt_tokens: longest prompt.
+        seed: of the sampler.
+        weight_transport: `sync.transport`.
+    """
+
+    def __init__(
+        self, model_path: str, rollout: RolloutConfig, max_prompt_tokens: int, seed: int, weight_transport: str
+    ) -> None:
+        self._model_path, self._rollout, self._seed, self._transport = model_path, rollout, seed, weight_transport
+        self._max_prompt_tokens = max_prompt_tokens
+        self._llm: Any = None
+        self._context = 0
+        self._max_sequences = 0
+        self._version = 0
+        self._generated = 0
+        self._flights: dict[str, Flight] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._open = asyncio.Event()
+        self._updating = asyncio.Lock()
+        self._children: list[Any] = []
+        self._scores = itertools.count()
+
+    async def start(self) -> None:
+        """Load the model; the weights it holds then are version 0.
+
+        Raises:
+            EngineError: vLLM refuses the model or the settings, or is not ready within `rollout.start_timeout_s`.
+        """
+        before = set(children())
+        try:
+            async with asyncio.timeout(self._rollout.start_timeout_s):
+                self._llm = await asyncio.to_thread(self._load)
+                await self._label_first_version()
+        except TimeoutError as error:
+            raise EngineError(
+                f"the engine for {self._model_path} was not ready within rollout.start_timeout_s = "
+                f"{self._rollout.start_timeout_s} s"
+            ) from error
+        except TidemillError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM could not start with {self._model_path}: {error}") from error
+        finally:
+            self._children = [child for child in children() if child not in before]
+            if self._llm is None:
+                await asyncio.to_thread(end_processes, self._children)
+        self._open.set()
+
+    def _load(self) -> Any:
+        os.environ.update(engine_environment(self._rollout))
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from tidemill.sync.shared_memory import BACKEND
+
+        settings = engine_settings(
+            self._model_path, self._rollout, self._max_prompt_tokens, current_platform.device_type
+        )
+        self._context, self._max_sequences = settings["max_model_len"], settings["max_num_seqs"]
+        transfer = WeightTransferConfig(backend={"shared_memory": BACKEND}[self._transport])
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=self._model_path, seed=self._seed, weight_transfer_config=transfer, **settings)
+        )
+
+    async def _label_first_version(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await self._llm.update_weight_version(str(self._version))
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        """See `protocols.Engine.generate`. Cancelling the call aborts the request."""
+        self._check_room(request_id, len(prompt_ids), sampling.max_tokens)
+        if request_id in self._flights:
+            raise EngineError(f"request {request_id} is in flight already")
+        flight = Flight(request_id, prompt_ids.tolist(), sampling, [Sample() for _ in range(sampling.n)])
+        self._flights[request_id] = flight
+        try:
+            await self._until_shutdown(self._fly(flight), f"request {request_id}")
+        finally:
+            del self._flights[request_id]
+        self._generated += sum(len(sample.token_ids) for sample in flight.samples)
+        return [sample.completion() for sample in flight.samples]
+
+    async def _until_shutdown(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """Run `work`; `shutdown` makes it fail, since vLLM would leave it waiting for ever."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._llm is None:
+                raise EngineError(f"{what}: the engine was shut down") from None
+            raise
+        finally:
+            self._tasks.discard(task)
+
+    async def _fly(self, flight: Flight) -> None:
+        """Request what is missing until all samples have ended; more than once only when updates abort it."""
+        while cut := [n for n, sample in enumerate(flight.samples) if sample.reason == "abort"]:
+            await self._open.wait()
+            if flight.aborted:
+                return
+            # vLLM refuses n > 1 where all samples would be the same.
+            if flight.sampling.temperature > 0 and not any(sample.token_ids for sample in flight.samples):
+                await self._request(flight, cut)
+            else:
+                await asyncio.gather(*(self._request(flight, [n]) for n in cut))
+
+    async def _request(self, flight: Flight, indices: Sequence[int]) -> None:
+        """One vLLM request for samples that stand at the same tokens."""
+        so_far = flight.samples[indices[0]].token_ids
+        flight.submitted += 1
+        try:
+            options = sampling_options(flight.sampling, indices, len(so_far))
+            output = await self._run(flight.request_id, flight.prompt + so_far, options)
+        finally:
+            flight.submitted -= 1
+        for index, piece in zip(indices, output.outputs, strict=True):
+            flight.samples[index].extend(piece)
+
+    async def _run(self, request_id: str, token_ids: list[int], options: Mapping[str, Any]) -> Any:
+        """Submit to vLLM and wait for the one output; the engine's errors become ours."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
+        from vllm.sampling_params import RequestOutputKind
+
+        prompt = {"prompt_token_ids": token_ids, "cache_salt": str(self._version)}
+        try:
+            # Streaming with n > 1 would return in the end only the samples that ended last.
+            parameters = SamplingParams(**options, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
+            outputs = [output async for output in self._llm.generate(prompt, parameters, request_id)]
+        except (VLLMError, ValueError) as error:
+            raise EngineError(
+                f"request {request_id} of {len(token_ids)} tokens failed: {error.__cause__ or error!r}"
+            ) from error
+        if len(outputs) != 1:
+            raise EngineError(
+                f"request {request_id} of {len(token_ids)} tokens ended with {len(outputs)} outputs, not 1"
+            )
+        return outputs[0]
+
+    def _check_room(self, request_id: str, prompt: int, response: int) -> None:
+        self._running(f"request {request_id}")
+        if prompt + response > self._context:
+            raise EngineError(
+                f"request {request_id}: {prompt} prompt tokens and {response} new ones exceed the engine's context of "
+                f"{self._context} tokens; it comes from data.max_prompt_tokens + rollout.max_new_tokens"
+            )
+
+    def _running(self, what: str) -> Any:
+        if self._llm is None:
+            raise EngineError(f"{what}: the engine is not running")
+        return self._llm
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `protocols.Engine.abort`."""
+        flights = [self._flights[request_id] for request_id in request_ids if request_id in self._flights]
+        for flight in flights:
+            flight.aborted = True
+        async with self._control("abort requests"):
+            # Asked again until it is done: a request on its way to vLLM is not known there yet.
+            while pending := [flight.request_id for flight in flights if flight.submitted]:
+                await self._running("abort").abort(pending)
+                await asyncio.sleep(ABORT_POLL_S)
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        """See `protocols.Engine.update_weights`; bounded by `rollout.start_timeout_s`."""
+        async with self._updating:
+            llm = self._running(f"update to version {update.version}")
+            # What arrives meanwhile waits here, not in vLLM: its cache salt must be that of the new version.
+            self._open.clear()
+            try:
+                async with asyncio.timeout(self._rollout.start_timeout_s):
+                    await llm.pause_generation(mode=mode, clear_cache=mode != "keep")
+                    await self._load_weights(llm, update)
+            except Exception as error:
+                raise SyncError(f"the engine could not load version {update.version}: {error}") from error
+            finally:
+                async with self._control("resume"):
+                    await llm.resume_generation()
+                self._open.set()
+
+    async def _load_weights(self, llm: Any, update: WeightUpdate) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(update)))
+        await llm.finish_weight_update(weight_version=str(update.version))
+        self._version = update.version
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """See `protocols.Engine.score`. Asking for prompt log-probs makes vLLM compute the whole sequence."""
+        request_id = f"score-{next(self._scores)}"
+        self._check_room(request_id, len(token_ids), 1)
+        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+
+        async def work() -> Float32Array:
+            await self._open.wait()
+            output = await self._run(request_id, token_ids.tolist(), options)
+            return prompt_log_probs(output.prompt_logprobs)
+
+        return await self._until_shutdown(work(), request_id)
+
+    async def version(self) -> int:
+        """See `protocols.Engine.version`."""
+        return self._version
+
+    async def stats(self) -> Mapping[str, float]:
+        """See `protocols.Engine.stats`; requests are samples here, and those beyond the engine's width wait."""
+        samples = sum(len(flight.samples) for flight in self._flights.values())
+        return {
+            "running": float(min(samples, self._max_sequences)),
+            "waiting": float(max(0, samples - self._max_sequences)),
+            "generated_tokens": float(self._generated),
+            "rss_bytes": float(resident_bytes()),
+        }
+
+    async def shutdown(self) -> None:
+        """See `protocols.Engine.shutdown`; returns when no process is left."""
+        llm, self._llm = self._llm, None
+        self._open.clear()
+        for task in self._tasks:
+            task.cancel()
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, CONTROL_TIMEOUT_S)
+        await asyncio.to_thread(end_processes, self._children)
+
+    @asynccontextmanager
+    async def _control(self, what: str) -> AsyncIterator[None]:
+        from vllm.exceptions import VLLMError
+
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                yield
+        except VLLMError as error:
+            raise EngineError(f"the engine could not {what}: {error}") from error
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not {what} within {CONTROL_TIMEOUT_S} s") from error

@@ -1,0 +1,39 @@
+"""The processes below an engine: their memory, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+
+
+def children() -> list[psutil.Process]:
+    """All processes below this one, but not multiprocessing's resource tracker: it serves until this process ends."""
+    return [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether this is the resource tracker; a process that ended meanwhile is not."""
+    try:
+        return any("resource_tracker" in argument for argument in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process and all below it; those that end meanwhile do not count."""
+    total = 0
+    for process in [psutil.Process(), *children()]:
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def end_processes(processes: Sequence[psutil.Process], patience_s: float = 10.0) -> None:
+    """Wait for the processes to end by themselves; kill those that do not."""
+    _, alive = psutil.wait_procs(processes, timeout=patience_s)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=patience_s)

@@ -1,0 +1,117 @@
+"""When failures are the run's fault and not a prompt's: streaks of them, and a run in which nothing finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tidemill.errors import DataError, EngineError, RewardError, RunError, TidemillError
+from tidemill.rollout.activity import Clock
+from tidemill.rollout.flights import Flight
+
+FIRST_FAILURES = 8  # distinct prompts in a row
+NAMED = 5  # occurrences that a message names
+BLAMED: dict[str, type[TidemillError]] = {
+    "engine_error": EngineError,
+    "reward_error": RewardError,
+    "reward_timeout": RewardError,
+}
+
+
+class FlightFailure(Exception):
+    """An attempt at a group failed for `reason`; the cause, if any, is chained. Never leaves the rollouter."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class FailureStreak:
+    """Ends a run whose reward never works, or whose engines no longer do, instead of quarantining every prompt.
+
+    Args:
+        total: occurrences in the stream, None if unlimited; a short stream fails sooner.
+        concurrent: groups that engines run at once; so many may fail together when one engine dies, while the
+            others are well.
+        rows: of the data; as many prompts in a row that are too long are all there are.
+    """
+
+    def __init__(self, total: int | None, concurrent: int, rows: int) -> None:
+        self._distinct = FIRST_FAILURES if total is None else min(FIRST_FAILURES, total)
+        self._concurrent, self._rows = concurrent, rows
+        self._rewarded = False
+        self._failed: dict[type[TidemillError], list[int]] = {EngineError: [], RewardError: []}
+        self._too_long = 0
+
+    def generated(self) -> None:
+        """An engine has returned a group."""
+        self._failed[EngineError].clear()
+
+    def rewarded(self) -> None:
+        """A group has been scored: from here on a failing reward is its prompt's fault."""
+        self._rewarded = True
+
+    def failed(self, uid: int, failure: FlightFailure) -> None:
+        """Count a failure.
+
+        Raises:
+            EngineError: the engines fail for one prompt after the other.
+            RewardError: the first 8 distinct prompts all failed in the reward.
+        """
+        kind = BLAMED.get(failure.reason)
+        if kind is None or (kind is RewardError and self._rewarded):
+            return
+        uids = self._failed[kind]
+        uids.append(uid)
+        grace = self._concurrent if kind is EngineError else 0
+        if len(set(uids)) >= self._distinct and len(uids) >= self._distinct + grace:
+            raise kind(
+                f"{len(set(uids))} prompts in a row failed and none succeeded; the last one, occurrence {uid} "
+                f"({failure.reason}): {failure.__cause__}"
+            ) from failure.__cause__
+
+    def fits(self) -> None:
+        """A prompt is short enough."""
+        self._too_long = 0
+
+    def too_long(self, limit: int) -> None:
+        """A prompt has more than `limit` tokens.
+
+        Raises:
+            DataError: all have.
+        """
+        self._too_long += 1
+        if self._too_long >= self._rows:
+            raise DataError(f"every prompt is longer than data.max_prompt_tokens = {limit}; raise it")
+
+
+class Watchdog:
+    """Ends a run in which groups are running and none finishes.
+
+    Args:
+        group_timeout_s: of one group; twice as long without a finished one is too long.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, group_timeout_s: float, clock: Clock) -> None:
+        self._limit, self._clock = 2 * group_timeout_s, clock
+        self._progress_at = clock()
+
+    def progress(self) -> None:
+        """A group was finished."""
+        self._progress_at = self._clock()
+
+    def look(self, flights: Iterable[Flight]) -> None:
+        """Check; groups that only wait for room in the queue are finished.
+
+        Raises:
+            RunError: naming the occurrences that run longest.
+        """
+        running = sorted((f for f in flights if f.stage != "delivering"), key=lambda flight: flight.number)
+        if not running:
+            self.progress()
+        elif self._clock() - self._progress_at > self._limit:
+            raise RunError(
+                f"no group finished for {self._limit:g} s while {len(running)} were running; the oldest are "
+                f"occurrences {[flight.uid for flight in running[:NAMED]]}. Look at the engines' logs; if they are "
+                f"only slow, raise rollout.group_timeout_s = {self._limit / 2:g}."
+            )

@@ -1,0 +1,234 @@
+"""The ledger: what became of every prompt occurrence. Pure bookkeeping, no IO.
+
+An occurrence (`uid`) is waiting, dispatched, queued, trained or quarantined:
+
+    waiting ──dispatched──► dispatched ──queued──► queued ──trained──► trained
+       ▲                        │  │                 │
+       └──── dropped, failed ───┘  └─ quarantine     └── dropped ──► waiting
+
+An *issue* is one dispatch attempt. An occurrence that is dropped twice and trained at the third attempt was issued
+three times, dropped twice and trained once, so at every moment
+
+    issued == trained + sum(dropped by reason) + quarantined + in flight (dispatched or queued).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from tidemill.errors import CheckpointError, RunError
+
+Stage = Literal["dispatched", "queued"]
+
+
+class Ledger:
+    """Accounts for the occurrences `0, 1, ...` of a prompt stream, each trained exactly once.
+
+    Args:
+        total: number of occurrences, or None for an unlimited stream.
+    """
+
+    def __init__(self, total: int | None) -> None:
+        self.total = total
+        self._cursor = 0
+        self._waiting: list[int] = []
+        self._flight: dict[int, Stage] = {}
+        self._issued = 0
+        self._trained = 0
+        self._dropped: Counter[str] = Counter()
+        self._quarantined: dict[int, str] = {}
+        self._attempts: dict[int, int] = {}
+
+    def next_uid(self) -> int | None:
+        """The occurrence to dispatch next: re-issues first, lowest first, then a new one; None when there is none.
+
+        Does not change anything; `dispatched` does.
+        """
+        if self._waiting:
+            return self._waiting[0]
+        if self.total is not None and self._cursor >= self.total:
+            return None
+        return self._cursor
+
+    def dispatched(self, uid: int) -> None:
+        """Count one issue of `uid`, which must be what `next_uid` returns.
+
+        Raises:
+            RunError: another uid.
+        """
+        if uid != self.next_uid():
+            raise RunError(f"occurrence {uid} was dispatched although {self.next_uid()} is next")
+        if self._waiting:
+            heapq.heappop(self._waiting)
+        else:
+            self._cursor += 1
+        self._flight[uid] = "dispatched"
+        self._issued += 1
+
+    def queued(self, uid: int) -> None:
+        """The group of a dispatched occurrence is on its way to the trainer.
+
+        Raises:
+            RunError: it was not dispatched.
+        """
+        self._require(uid, ("dispatched",), "queued")
+        self._flight[uid] = "queued"
+
+    def trained(self, uids: Iterable[int]) -> None:
+        """These occurrences are in the parameters: all of them, or on error none.
+
+        Raises:
+            RunError: one was trained before, is named twice, or was never queued; exactly-once is an invariant.
+        """
+        batch = list(uids)
+        if len(set(batch)) != len(batch):
+            raise RunError(f"the batch {batch} names an occurrence twice")
+        for uid in batch:
+            self._require(uid, ("queued",), "trained")
+        for uid in batch:
+            del self._flight[uid]
+            self._attempts.pop(uid, None)
+        self._trained += len(batch)
+
+    def dropped(self, uid: int, reason: str) -> None:
+        """The group was lost on its way for no fault of the prompt: count the reason, issue it again.
+
+        Raises:
+            RunError: it is neither dispatched nor queued.
+        """
+        self._require(uid, ("dispatched", "queued"), f"dropped ({reason})")
+        del self._flight[uid]
+        self._dropped[reason] += 1
+        heapq.heappush(self._waiting, uid)
+
+    def failed(self, uid: int, reason: str, max_attempts: int) -> bool:
+        """An attempt failed: issue it again, or quarantine it at the `max_attempts`-th failure.
+
+        Returns:
+            True when the occurrence is quarantined now.
+
+        Raises:
+            RunError: it is not in flight.
+        """
+        failures = self._attempts.get(uid, 0) + 1
+        if failures >= max_attempts:
+            self.quarantine(uid, reason)
+            return True
+        self.dropped(uid, reason)
+        self._attempts[uid] = failures
+        return False
+
+    def quarantine(self, uid: int, reason: str) -> None:
+        """Set a dispatched occurrence aside; it is never issued again.
+
+        Raises:
+            RunError: it is not in flight.
+        """
+        self._require(uid, ("dispatched", "queued"), f"quarantined ({reason})")
+        del self._flight[uid]
+        self._attempts.pop(uid, None)
+        self._quarantined[uid] = reason
+
+    def failures(self, uid: int) -> int:
+        """Failed attempts of an occurrence so far."""
+        return self._attempts.get(uid, 0)
+
+    @property
+    def quarantined(self) -> Mapping[int, str]:
+        """Reason by quarantined uid."""
+        return self._quarantined
+
+    @property
+    def trained_count(self) -> int:
+        """Occurrences trained since the start of the run, over restarts."""
+        return self._trained
+
+    def counts(self) -> dict[str, int]:
+        """`issued`, `trained`, `quarantined`, `dispatched`, `queued`, `waiting` and `dropped/REASON`."""
+        queued = sum(stage == "queued" for stage in self._flight.values())
+        return {
+            "issued": self._issued,
+            "trained": self._trained,
+            "quarantined": len(self._quarantined),
+            "dispatched": len(self._flight) - queued,
+            "queued": queued,
+            "waiting": len(self._waiting),
+            **{f"dropped/{reason}": count for reason, count in sorted(self._dropped.items())},
+        }
+
+    def check(self) -> None:
+        """Verify the balance of issues and of occurrences.
+
+        Raises:
+            RunError: the books do not balance.
+        """
+        in_flight = len(self._flight)
+        ended = self._trained + self._dropped.total() + len(self._quarantined)
+        if self._issued != ended + in_flight:
+            raise RunError(f"ledger out of balance: issued {self._issued}, ended {ended}, in flight {in_flight}")
+        seen = self._trained + len(self._quarantined) + in_flight + len(self._waiting)
+        if self._cursor != seen:
+            raise RunError(f"ledger out of balance: cursor {self._cursor}, but {seen} occurrences are accounted for")
+
+    def state(self) -> dict[str, Any]:
+        """JSON value for `restore`; its size grows with what is outstanding or quarantined, not with the run."""
+        return {
+            "cursor": self._cursor,
+            "outstanding": sorted([*self._waiting, *self._flight]),
+            "issued": self._issued,
+            "trained": self._trained,
+            "dropped": dict(self._dropped),
+            "quarantined": {str(uid): reason for uid, reason in self._quarantined.items()},
+            "attempts": {str(uid): count for uid, count in self._attempts.items()},
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any], total: int | None) -> Ledger:
+        """The ledger from which a restarted run goes on.
+
+        Everything issued but not trained at the snapshot is issued again first, in order, and what was in flight
+        counts as dropped for "restart".
+
+        Raises:
+            CheckpointError: the state is damaged, or the stream is shorter than what was issued from it.
+        """
+        ledger = cls(total)
+        try:
+            ledger._cursor, ledger._issued, ledger._trained = state["cursor"], state["issued"], state["trained"]
+            ledger._waiting = sorted(state["outstanding"])
+            ledger._dropped = Counter(state["dropped"])
+            ledger._quarantined = {int(uid): reason for uid, reason in state["quarantined"].items()}
+            ledger._attempts = {int(uid): count for uid, count in state["attempts"].items()}
+            lost = ledger._issued - ledger._trained - ledger._dropped.total() - len(ledger._quarantined)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the ledger in the checkpoint is damaged: {error!r}") from error
+        if total is not None and ledger._cursor > total:
+            raise CheckpointError(
+                f"the checkpoint has issued {ledger._cursor} prompts and the data holds {total}. "
+                "Resume with the data and data.epochs that the run began with."
+            )
+        if lost:
+            ledger._dropped["restart"] += lost
+        ledger._check_restored()
+        return ledger
+
+    def _check_restored(self) -> None:
+        try:
+            self.check()
+        except RunError as error:
+            raise CheckpointError(f"the ledger in the checkpoint is damaged: {error}") from error
+
+    def _require(self, uid: int, stages: tuple[Stage, ...], verb: str) -> None:
+        stage = self._flight.get(uid)
+        if stage not in stages:
+            raise RunError(f"occurrence {uid} cannot be {verb}: it is {stage or self._whereabouts(uid)}")
+
+    def _whereabouts(self, uid: int) -> str:
+        if uid in self._quarantined:
+            return f"quarantined ({self._quarantined[uid]})"
+        if uid in self._waiting:
+            return "waiting to be issued again"
+        return "trained already" if 0 <= uid < self._cursor else "not issued yet"

@@ -1,0 +1,117 @@
+"""One attempt at a group: generate, decode, score."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tidemill.config import RunConfig
+from tidemill.errors import EngineError, RewardError, RewardTimeoutError
+from tidemill.protocols import Engine, Sampling
+from tidemill.records import Completion, Group, Prompt, Rollout
+from tidemill.rollout.activity import Clock, IdleMeter
+from tidemill.rollout.failures import FlightFailure
+from tidemill.rollout.flights import Decode, EnginePool, Flight, Scorer, abort_request, group_seed
+
+
+class Producer:
+    """Turns a prompt into a finished group.
+
+    Args:
+        config: `rollout`, the seed and the staleness bound.
+        engines: to generate on.
+        rewards: scores responses.
+        decode: response tokens to text.
+        idle: is told when a generation begins and ends.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: RunConfig, engines: EnginePool, rewards: Scorer, decode: Decode, idle: IdleMeter, clock: Clock
+    ) -> None:
+        self._config, self._engines, self._rewards = config.rollout, engines, rewards
+        self._decode, self._idle, self._clock = decode, idle, clock
+        self._seed = config.seed if config.asynchrony.max_staleness == 0 else None
+
+    async def generate(self, flight: Flight, failures: int) -> list[Completion]:
+        """Sample the group; a time-out and a cancellation abort the request on the engine.
+
+        When `max_staleness` is 0 a run can be reproduced, and the group is seeded by `group_seed`. Otherwise timing
+        decides which version samples what, and unseeded sampling is faster in vLLM.
+
+        Raises:
+            FlightFailure: "timeout", "engine_error", "aborted" (though nobody asked) or "empty" (no token at all).
+        """
+        self._idle.enter()
+        try:
+            with self._engines.lease() as engine:
+                return await self._request(engine, flight, self._sampling(flight.uid, failures))
+        except EngineError as error:
+            raise FlightFailure("engine_error") from error
+        finally:
+            self._idle.leave()
+
+    async def score(self, flight: Flight, completions: Sequence[Completion]) -> Group:
+        """Decode and score.
+
+        Raises:
+            FlightFailure: "reward_timeout" or "reward_error".
+        """
+        texts = [self._decode(completion.token_ids) for completion in completions]
+        try:
+            # The pool has its own deadlines; this one is for workers that do not even start.
+            async with asyncio.timeout(self._config.group_timeout_s):
+                scores = await self._rewards.score(flight.prompt, texts)
+        except (TimeoutError, RewardTimeoutError) as error:
+            raise FlightFailure("reward_timeout") from error
+        except RewardError as error:
+            raise FlightFailure("reward_error") from error
+        return make_group(flight.prompt, completions, texts, scores, self._clock() - flight.started)
+
+    def _sampling(self, uid: int, failures: int) -> Sampling:
+        config = self._config
+        seed = None if self._seed is None else group_seed(self._seed, uid, failures)
+        return Sampling(config.group_size, config.max_new_tokens, config.temperature, seed, tuple(config.stop))
+
+    async def _request(self, engine: Engine, flight: Flight, sampling: Sampling) -> list[Completion]:
+        try:
+            async with asyncio.timeout(self._config.group_timeout_s):
+                completions = await engine.generate(flight.request_id, flight.prompt.token_ids, sampling)
+        except TimeoutError as error:
+            await abort_request(engine, flight.request_id)
+            raise FlightFailure("timeout") from error
+        except asyncio.CancelledError:
+            await abort_request(engine, flight.request_id)
+            raise
+        if any(completion.finish_reason == "abort" for completion in completions):
+            raise FlightFailure("aborted")
+        if not all(len(completion.token_ids) for completion in completions):
+            raise FlightFailure("empty")
+        return completions
+
+
+def make_group(
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    texts: Sequence[str],
+    scores: Sequence[tuple[float, Mapping[str, float]]],
+    seconds: float,
+) -> Group:
+    """Join what the engine sampled with what the rewards said; every token is the policy's own."""
+    rollouts = [
+        Rollout(
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            loss_mask=np.ones(len(completion.token_ids), dtype=np.float32),
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            text=text,
+            reward=reward,
+            reward_parts=parts,
+            seconds=seconds,
+        )
+        for completion, text, (reward, parts) in zip(completions, texts, scores, strict=True)
+    ]
+    return Group(prompt, tuple(rollouts))

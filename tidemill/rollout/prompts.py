@@ -1,0 +1,177 @@
+"""Prompts: rows rendered as the token ids that an engine receives, in a deterministic endless or finite order.
+
+Occurrence `uid` is position `uid % N` of epoch `uid // N`, where N is the number of rows. Each epoch has its own
+permutation of the rows, drawn from (seed, epoch) alone, so that any occurrence can be named after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tidemill.config import DataConfig
+from tidemill.errors import DataError, ModelError
+from tidemill.records import Int32Array, Prompt
+from tidemill.rollout.sources import Row, load_rows
+
+KEPT_EPOCHS = 2  # the present one, and the one before it for prompts that are issued again
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: str | None
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        """Render messages as text."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+class PromptSet:
+    """The prompts of one source.
+
+    Args:
+        rows: as `sources.load_rows` returns them.
+        tokenizer: of the policy.
+        config: names of the columns, the system prompt, the number of epochs.
+        seed: of the order.
+    """
+
+    def __init__(self, rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
+        if not rows:
+            raise DataError("a prompt set needs at least one row")
+        self._rows, self._tokenizer, self._config, self._seed = rows, tokenizer, config, seed
+        self._rendered: dict[int, Prompt] = {}
+        self._orders: dict[int, Int32Array] = {}
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    @property
+    def total(self) -> int | None:
+        """Number of occurrences, None when epochs are unlimited."""
+        return None if self._config.epochs is None else self._config.epochs * len(self._rows)
+
+    def prompt(self, uid: int) -> Prompt:
+        """Occurrence `uid` of the stream.
+
+        Raises:
+            DataError: beyond the last epoch.
+        """
+        if uid < 0 or (self.total is not None and uid >= self.total):
+            raise DataError(f"prompt occurrence {uid} is outside of the stream of {self.total}")
+        epoch, position = divmod(uid, len(self._rows))
+        return replace(self.at(int(self._order(epoch)[position])), uid=uid)
+
+    def at(self, row: int) -> Prompt:
+        """The prompt of a row, whose uid is the row: the order of the data, for evaluation."""
+        if row not in self._rendered:
+            self._rendered[row] = self._render(row)
+        return self._rendered[row]
+
+    def too_long(self, prompt: Prompt) -> bool:
+        """Whether it exceeds `data.max_prompt_tokens`; such a prompt is skipped and counted, never cut."""
+        return len(prompt.token_ids) > self._config.max_prompt_tokens
+
+    def _order(self, epoch: int) -> Int32Array:
+        if epoch not in self._orders:
+            while len(self._orders) >= KEPT_EPOCHS:
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = epoch_order(len(self._rows), self._seed, epoch, self._config.shuffle)
+        return self._orders[epoch]
+
+    def _render(self, row: int) -> Prompt:
+        columns = dict(self._rows[row])
+        content = columns.pop(self._config.prompt_key)
+        answer = columns.pop(self._config.answer_key, None)
+        return Prompt(
+            uid=row,
+            row=row,
+            token_ids=encode(self._tokenizer, as_messages(content, self._config.system_prompt)),
+            text=question(content),
+            answer=as_text(answer),
+            extra=columns,
+        )
+
+
+def epoch_order(rows: int, seed: int, epoch: int, shuffle: bool) -> Int32Array:
+    """`[rows]` int32, the row at every position of an epoch."""
+    if not shuffle:
+        return np.arange(rows, dtype=np.int32)
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    return generator.permutation(rows).astype(np.int32)
+
+
+def as_messages(content: str | list[dict[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
+    """A string becomes a user message after the system prompt; a list of messages is used as it is."""
+    if not isinstance(content, str):
+        return content
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": content}]
+
+
+def encode(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> Int32Array:
+    """`[P]` int32: through the chat template, or as plain text if the tokenizer has none."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+    else:
+        ids = tokenizer.encode("\n\n".join(m["content"] for m in messages), add_special_tokens=True)
+    return np.array(ids, dtype=np.int32)
+
+
+def question(content: str | list[dict[str, str]]) -> str:
+    """What the user asked: the string, or the last user message (else the last message)."""
+    if isinstance(content, str):
+        return content
+    asked = [message["content"] for message in content if message["role"] == "user"]
+    return asked[-1] if asked else content[-1]["content"]
+
+
+def as_text(answer: Any) -> str | None:
+    """The reference answer as a string; numbers and lists as JSON writes them."""
+    return answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face model folder.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no tokenizer in {folder}: {error}") from error
+    return tokenizer
+
+
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptSet:
+    """The training prompts of a config."""
+    return PromptSet(load_rows(config.train, config), tokenizer, config, seed)
+
+
+def load_held_out(config: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptSet | None:
+    """The held-out prompts of a config, if it names any."""
+    if config.held_out is None:
+        return None
+    return PromptSet(load_rows(config.held_out, config, "data.held_out"), tokenizer, config, seed)
+
+
+def columns_of(prompt: Prompt) -> Mapping[str, Any]:
+    """What a reward function may see of a prompt besides the response."""
+    return {"prompt": prompt.text, "answer": prompt.answer, "extra": dict(prompt.extra)}

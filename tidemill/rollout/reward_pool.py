@@ -1,0 +1,147 @@
+"""RewardPool: reward functions run in worker processes, under a deadline that kills.
+
+A reward may loop for ever, crash the interpreter or hold the interpreter lock for minutes; none of that may touch
+generation. So every call runs in a process of its own kind: one that takes too long is killed and replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+
+from pebble import ProcessExpired, ProcessPool
+
+from tidemill.config import RewardConfig
+from tidemill.errors import RewardError, RewardTimeoutError
+from tidemill.records import Prompt
+from tidemill.rollout import reward_worker
+from tidemill.rollout.prompts import columns_of
+
+START_TIMEOUT_S = 180.0
+CLOSE_TIMEOUT_S = 30.0
+
+Score = tuple[float, dict[str, float]]
+
+
+class RewardPool:
+    """Scores groups with a weighted sum of reward functions.
+
+    `timeout_s` of a function bounds one call, which scores all responses of one group. It counts from the moment a
+    worker takes the call; the start of a worker and the wait for a free one are not charged to the reward.
+
+    Args:
+        rewards: the functions; the part of each is reported under its function's name without the module, a second
+            of the same name as `name#2`.
+        workers: processes.
+        search_path: folders where workers look for modules first; None is the present working directory.
+    """
+
+    def __init__(
+        self, rewards: Sequence[RewardConfig], workers: int = 1, search_path: Sequence[str] | None = None
+    ) -> None:
+        self._rewards = list(zip(labels(rewards), rewards, strict=True))
+        self._workers = workers
+        self._search_path = [os.getcwd()] if search_path is None else list(search_path)
+        self._pool = self._new_pool()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the workers and resolve every function.
+
+        Raises:
+            RewardError: a function cannot be imported, or the workers do not start.
+        """
+        future = asyncio.wrap_future(self._active().schedule(reward_worker.check, args=(self._functions(),)))
+        try:
+            message = await asyncio.wait_for(future, START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise RewardError(
+                f"reward workers did not start within {START_TIMEOUT_S:g} s; does the module of one of "
+                f"{self._functions()} wait for something at import?"
+            ) from error
+        except (BrokenProcessPool, ProcessExpired) as error:
+            raise RewardError(f"a reward worker died while it imported {self._functions()}: {error}") from error
+        if message is not None:
+            raise RewardError(message)
+
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
+        """Total and parts for every response, in order. Cancelling the call kills the workers that run it.
+
+        Raises:
+            RewardTimeoutError: a function took longer than its `timeout_s`.
+            RewardError: a function raised, with its traceback; or broke its contract; or its worker died.
+        """
+        calls = [self._call(label, reward, prompt, responses) for label, reward in self._rewards]
+        per_function = await asyncio.gather(*calls)
+        return [self._weigh(parts) for parts in zip(*per_function, strict=True)]
+
+    async def close(self) -> None:
+        """Stop the workers, whatever they do.
+
+        Raises:
+            RewardError: they are still there after a deadline.
+        """
+        self._closed = True
+        self._pool.stop()
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._pool.join), CLOSE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise RewardError(f"reward workers did not stop within {CLOSE_TIMEOUT_S:g} s") from error
+
+    async def _call(
+        self, label: str, reward: RewardConfig, prompt: Prompt, responses: Sequence[str]
+    ) -> tuple[Mapping[str, float], ...]:
+        call = reward_worker.Call(reward.function, label, reward.options, columns_of(prompt), tuple(responses))
+        future = self._active().schedule(reward_worker.score, args=(call,), timeout=reward.timeout_s)
+        try:
+            outcome: reward_worker.Outcome = await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise RewardTimeoutError(
+                f"reward {reward.function!r} timed out: more than {reward.timeout_s:g} s for {len(responses)} "
+                f"responses to prompt {prompt.uid} (row {prompt.row})"
+            ) from error
+        except (BrokenProcessPool, ProcessExpired) as error:
+            raise RewardError(f"the worker of reward {reward.function!r} died: {error}") from error
+        if outcome.error is not None:
+            raise RewardError(f"reward {reward.function!r} failed on prompt {prompt.uid}:\n{outcome.error}")
+        return outcome.parts
+
+    def _weigh(self, parts: Sequence[Mapping[str, float]]) -> Score:
+        weights = [reward.weight for _, reward in self._rewards]
+        total = sum(weight * sum(part.values()) for weight, part in zip(weights, parts, strict=True))
+        return total, {name: value for part in parts for name, value in part.items()}
+
+    def _functions(self) -> list[str]:
+        return [reward.function for _, reward in self._rewards]
+
+    def _active(self) -> ProcessPool:
+        """The pool; a new one if it broke, which happens when an idle worker is killed from outside."""
+        if self._closed:
+            raise RewardError("the reward pool is closed")
+        if not self._pool.active:
+            self._pool.stop()
+            self._pool = self._new_pool()
+        return self._pool
+
+    def _new_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._workers,
+            initializer=reward_worker.prepare,
+            initargs=(self._search_path, self._functions()),
+            context=multiprocessing.get_context("spawn"),
+        )
+
+
+def labels(rewards: Sequence[RewardConfig]) -> list[str]:
+    """A unique short name for every function: what stands behind the colon, numbered from the second on."""
+    seen: Counter[str] = Counter()
+    names = []
+    for reward in rewards:
+        name = reward.function.rpartition(":")[2]
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names

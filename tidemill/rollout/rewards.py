@@ -1,0 +1,184 @@
+"""Reward functions: the built-in ones, and how any other is found.
+
+A reward function has the signature
+
+    def reward(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any], **options)
+        -> float | Mapping[str, float]
+
+`prompt` is what the user asked, `answer` the reference answer, `extra` the row's other columns, `options` come from
+the config. A mapping reports parts under their own names; the value of the function is then their sum.
+
+Reward worker processes import this module, so it needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any
+
+from tidemill.errors import RewardError
+
+Reward = Callable[..., "float | Mapping[str, float]"]
+
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def exact_number(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
+    """1 if the first number in the response equals the answer, else 0. "1,234" and "1234.0" are the same number."""
+    del prompt, extra
+    expected = first_number(required(answer, "exact_number"))
+    if expected is None:
+        raise RewardError(f"exact_number: the reference answer {answer!r} is not a number")
+    return float(first_number(response) == expected)
+
+
+def math_verify(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
+    """1 if the response is mathematically equal to the answer, LaTeX or plain, as the library math-verify sees it.
+
+    Its own time-outs use `signal.alarm`, which works in a main thread only; they are off, because the reward pool
+    kills a call that takes too long.
+    """
+    del prompt, extra
+    library = import_library("math_verify", "math-verify")
+    reference = required(answer, "math_verify")
+    gold = library.parse(reference, parsing_timeout=None) or library.parse(f"${reference}$", parsing_timeout=None)
+    if not gold:
+        raise RewardError(f"math_verify: the reference answer {answer!r} is not mathematics")
+    return float(library.verify(gold, library.parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
+def reasoning_gym(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
+    """Score of the row's own task, for rows of `reasoning_gym://TASK`.
+
+    The last `<answer>...</answer>` of the response is scored if there is one, else the whole response.
+    """
+    del prompt, answer
+    if "entry" not in extra:
+        raise RewardError("reasoning_gym: the row has no column 'entry'; use it with data.train: reasoning_gym://TASK")
+    entry = extra["entry"]
+    tagged = ANSWER_TAG.findall(response)
+    text = (tagged[-1] if tagged else response).strip()
+    return float(task_scorer(entry["metadata"]["source_dataset"])(text, entry))
+
+
+BUILT_IN: Mapping[str, Reward] = {
+    "exact_number": exact_number,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+}
+LIBRARIES = {"math_verify": ("math_verify", "math-verify"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
+
+
+def first_number(text: str) -> Decimal | None:
+    """The first number in a text, thousands separators allowed."""
+    match = NUMBER.search(text.replace("\N{MINUS SIGN}", "-"))
+    return None if match is None else Decimal(match.group().replace(",", ""))
+
+
+def required(answer: str | None, function: str) -> str:
+    """The answer, which this function cannot do without."""
+    if answer is None:
+        raise RewardError(f"{function}: the row has no reference answer; set data.answer_key to its column")
+    return answer
+
+
+@lru_cache
+def task_scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+    """The scoring function of a reasoning-gym task; making one builds a data set, hence the cache."""
+    scorer: Callable[[str, Mapping[str, Any]], float]
+    scorer = import_library("reasoning_gym", "reasoning-gym").get_score_answer_fn(task)
+    return scorer
+
+
+def resolve(name: str) -> Reward:
+    """The reward function of a name, with the library it needs imported.
+
+    Args:
+        name: a built-in name, or an import path `package.module:function`.
+
+    Raises:
+        RewardError: it cannot be imported or is not callable.
+    """
+    if name in BUILT_IN:
+        if name in LIBRARIES:
+            import_library(*LIBRARIES[name])
+        return BUILT_IN[name]
+    module_name, colon, path = name.partition(":")
+    if not (colon and module_name and path):
+        raise RewardError(
+            f"{name!r} is no reward function: built in are {built_in_names()}; or package.module:function"
+        )
+    found: Any = import_module(module_name, name)
+    for attribute in path.split("."):
+        try:
+            found = getattr(found, attribute)
+        except AttributeError as error:
+            raise RewardError(f"reward {name!r}: {error}") from error
+    if not callable(found):
+        raise RewardError(f"reward {name!r} is a {type(found).__name__}, not a function")
+    function: Reward = found
+    return function
+
+
+def import_module(module_name: str, name: str) -> Any:
+    """The module of an import path; whatever it raises is the user's to see, hence the broad except."""
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        raise RewardError(
+            f"reward {name!r} cannot be imported: {type(error).__name__}: {error}. Built in are {built_in_names()}; "
+            "a module of your own must stand in the working directory or be installed."
+        ) from error
+
+
+def import_library(module: str, package: str) -> Any:
+    """Import an optional library.
+
+    Raises:
+        RewardError: it is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Some dependencies of reasoning-gym have invalid escapes, which warn whenever they are compiled.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RewardError(f"this reward needs a library: pip install {package} ({error})") from error
+
+
+def built_in_names() -> str:
+    """The built-in names for messages."""
+    return ", ".join(BUILT_IN)
+
+
+def as_parts(name: str, value: Any) -> dict[str, float]:
+    """What a reward function returned, as finite parts by name.
+
+    Args:
+        name: under which a plain number is reported; the parts of a mapping stand below it, `name/part`.
+        value: what the function returned.
+
+    Raises:
+        RewardError: naming the function and the value.
+    """
+    if isinstance(value, Mapping):
+        return {f"{name}/{part}": as_number(f"{name}/{part}", number) for part, number in value.items()}
+    return {name: as_number(name, value)}
+
+
+def as_number(name: str, value: Any) -> float:
+    """A finite float; anything with `__float__` but text is taken, so that numpy and torch scalars are."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, InvalidOperation, OverflowError) as error:
+        raise RewardError(f"reward {name!r} returned {value!r}, which is not a number") from error
+    if not math.isfinite(number):
+        raise RewardError(f"reward {name!r} returned {value!r}, which is not a finite number")
+    return number

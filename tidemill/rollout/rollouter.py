@@ -1,0 +1,296 @@
+"""The Rollouter: keeps the engines busy, within the staleness bound, and the books straight.
+
+One task a group: generate on the least loaded engine, score, put into the queue. `run` starts such tasks whenever the
+staleness policy admits more, and watches over them. All of it is one event loop and one thread; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Generic
+
+from tidemill.config import RunConfig
+from tidemill.errors import RunError
+from tidemill.protocols import Delivery, Engine, Evaluation, Queue, Ref
+from tidemill.records import Group
+from tidemill.rollout.activity import Clock, IdleMeter, Tally
+from tidemill.rollout.evaluator import Evaluator
+from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
+from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, EnginePool, Flight, Scorer
+from tidemill.rollout.ledger import Ledger
+from tidemill.rollout.producer import Producer
+from tidemill.rollout.prompts import PromptSet
+from tidemill.rollout.staleness import StalenessPolicy, too_old
+
+LOG = logging.getLogger(__name__)
+
+PUT_TIMEOUT_S = 1.0  # of one attempt; between two it is seen whether the group is still wanted
+TICK_S = 1.0  # between two looks at a run in which nothing happens
+
+
+class Rollouter(Generic[Ref]):
+    """The rollout side of a run: implements `protocols.Generation`.
+
+    The trainer must call `mark_trained` for what it trained before `begin_version` of the resulting version.
+
+    Args:
+        config: of the run.
+        prompts: to train on.
+        held_out: to evaluate on.
+        engines: at least one.
+        queue: to the trainer.
+        rewards: scores responses.
+        store_payload: puts an encoded group where the trainer can read it.
+        decode: response tokens to text.
+        ledger: new, or restored from a checkpoint.
+        version: the version that the engines sample from at the start.
+        clock: monotonic seconds.
+    """
+
+    def __init__(  # noqa: PLR0913 - the seams of a run
+        self,
+        config: RunConfig,
+        prompts: PromptSet,
+        held_out: PromptSet | None,
+        *,
+        engines: Sequence[Engine],
+        queue: Queue[Ref],
+        rewards: Scorer,
+        store_payload: Callable[[bytes], Ref],
+        decode: Decode,
+        ledger: Ledger,
+        version: int,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.config, self.prompts, self.queue, self.ledger, self.version = config, prompts, queue, ledger, version
+        pool, idle = EnginePool(engines), IdleMeter(clock)
+        self._engines, self._idle, self._clock = pool, idle, clock
+        self._policy = StalenessPolicy.of(config, len(engines))
+        self._producer = Producer(config, pool, rewards, decode, idle, clock)
+        self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
+        self._streak = FailureStreak(ledger.total, self._policy.max_concurrent, len(prompts))
+        self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
+        self._store, self._tally = store_payload, Tally()
+        self._trained_before = version * config.groups_per_version - ledger.trained_count
+        self._flights: dict[int, Flight] = {}
+        self._queued: dict[int, int] = {}  # oldest version by uid
+        self._numbers = itertools.count()
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._error: BaseException | None = None
+
+    async def run(self) -> None:
+        """Generate until the run has all its groups, the prompts are used up, or `stop`; then close the queue.
+
+        On an error the queue stays open: a trainer must not take a failure for the end of the data.
+
+        Raises:
+            RewardError: the reward fails for every prompt from the start on.
+            EngineError: the engines fail for every prompt.
+            DataError: every prompt is too long.
+            RunError: nothing finished for twice `rollout.group_timeout_s`.
+        """
+        self._idle.read()
+        self._watchdog.progress()
+        try:
+            while self._error is None and not self._ended():
+                self._wake.clear()
+                await self._admit()
+                self._watchdog.look(self._flights.values())
+                await self._sleep()
+        finally:
+            self._idle.finish()
+            await self._land_all()
+        if self._error is not None:
+            raise self._error
+        await self.queue.close()
+
+    async def stop(self) -> None:
+        """End `run` soon: abandon what is in flight, counted as "stopped", and close the queue."""
+        self._stopping = True
+        self._wake.set()
+
+    def _ended(self) -> bool:
+        """Nothing more is wanted, or can be trained.
+
+        A full batch in the queue may yet be swept as stale and have to be generated again, so the end waits for the
+        trainer; a rest that fills no batch is released by closing the queue.
+        """
+        if self._stopping or self._trained() >= self.config.trainer.steps * self.config.required_samples:
+            return True
+        used_up = not self._flights and self.ledger.next_uid() is None
+        return used_up and len(self._queued) < self.config.required_samples
+
+    async def _sleep(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), min(TICK_S, self.config.rollout.group_timeout_s / 2))
+
+    async def _land_all(self) -> None:
+        """Leave no task behind; not by cancelling a put, whose group might be stored all the same."""
+        self._stopping = True
+        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
+        for flight in list(self._flights.values()):
+            if flight.stage != "delivering":
+                self._abandon(flight, "stopped")
+        if tasks:
+            _, left = await asyncio.wait(tasks, timeout=PUT_TIMEOUT_S + ABORT_TIMEOUT_S)
+            if left:
+                LOG.warning("%d groups did not end: %s", len(left), list(self._flights))
+
+    async def _admit(self) -> None:
+        while (uid := self.ledger.next_uid()) is not None and not self._stopping and self._capacity() > 0:
+            self.ledger.dispatched(uid)
+            prompt = self.prompts.prompt(uid)
+            if self.prompts.too_long(prompt):
+                self._skip(uid, len(prompt.token_ids))
+                await asyncio.sleep(0)  # a long row of such prompts must not hold up the event loop
+                continue
+            self._streak.fits()
+            flight = Flight(prompt, next(self._numbers), self.version, self._clock())
+            self._flights[uid] = flight
+            flight.task = asyncio.create_task(self._fly(flight))
+            flight.task.add_done_callback(partial(self._landed, flight))
+
+    def _capacity(self) -> int:
+        """Groups that may start. What the queue will sweep for its age has given its place back already."""
+        waiting = (v for uid, v in self._queued.items() if uid not in self._flights)
+        fresh = sum(not self._too_old(version) for version in waiting)
+        return self._policy.capacity(self.version, len(self._flights), self._trained() + fresh)
+
+    def _trained(self) -> int:
+        """Groups trained since the very start of the run."""
+        return self._trained_before + self.ledger.trained_count
+
+    def _too_old(self, oldest_version: int) -> bool:
+        return too_old(oldest_version, self.version, self.config.asynchrony.max_staleness)
+
+    def _skip(self, uid: int, tokens: int) -> None:
+        limit = self.config.data.max_prompt_tokens
+        self.ledger.quarantine(uid, "too_long")
+        self._tally.count("skipped/too_long")
+        LOG.warning("prompt occurrence %d skipped: %d tokens, data.max_prompt_tokens is %d", uid, tokens, limit)
+        self._streak.too_long(limit)
+
+    async def _fly(self, flight: Flight) -> None:
+        try:
+            completions = await self._producer.generate(flight, self.ledger.failures(flight.uid))
+            self._streak.generated()
+            flight.stage = "scoring"
+            group = await self._producer.score(flight, completions)
+            self._streak.rewarded()
+        except FlightFailure as failure:
+            if self._flights.get(flight.uid) is flight:  # else abandoned, and accounted for already
+                self._failed(flight, failure)
+            return
+        self._watchdog.progress()
+        self._tally.group(group, self._clock() - flight.started)
+        await self._deliver(flight, group)
+
+    async def _deliver(self, flight: Flight, group: Group) -> None:
+        """Put into the queue, waiting as long as the group is wanted.
+
+        It counts as queued from the first attempt on, because the trainer may be done with it before we hear of it.
+        """
+        flight.stage = "delivering"
+        payload = group.to_bytes()
+        delivery = Delivery(group.header(len(payload)), self._store(payload))
+        self.ledger.queued(flight.uid)
+        self._queued[flight.uid] = group.oldest_version
+        while not self._too_old(group.oldest_version) and not self._stopping:
+            try:
+                dropped = await self.queue.put([delivery], PUT_TIMEOUT_S)
+            except TimeoutError:
+                continue
+            self._drop(dropped, "queue_full")
+            return
+        self._drop([flight.uid], "stopped" if self._stopping else "stale")
+
+    def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        if self._flights.get(flight.uid) is flight:
+            del self._flights[flight.uid]
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
+        self._wake.set()
+
+    def _failed(self, flight: Flight, failure: FlightFailure) -> None:
+        limit = self.config.rollout.max_attempts
+        quarantined = self.ledger.failed(flight.uid, failure.reason, limit)
+        self._tally.count(f"failed/{failure.reason}")
+        fate = f"quarantined after {limit} attempts" if quarantined else "issued again"
+        LOG.warning("prompt occurrence %d: %s, %s: %r", flight.uid, failure.reason, fate, failure.__cause__)
+        self._streak.failed(flight.uid, failure)
+
+    def _drop(self, uids: Sequence[int], reason: str) -> None:
+        for uid in uids:
+            self.ledger.dropped(uid, reason)
+            self._queued.pop(uid, None)
+            self._tally.count(f"dropped/{reason}")
+        self._wake.set()
+
+    def _abandon(self, flight: Flight, reason: str) -> None:
+        del self._flights[flight.uid]
+        self._drop([flight.uid], reason)
+        if flight.task is not None:
+            flight.task.cancel()
+
+    async def begin_version(self, version: int) -> None:
+        """The engines now sample from `version`: cancel what became too old, admit more.
+
+        A group that is being scored is not cancelled, because that would kill its reward worker; it is dropped after.
+
+        Raises:
+            RunError: the version goes backwards.
+        """
+        if version < self.version:
+            raise RunError(f"policy version {version} begins after version {self.version}")
+        self.version = version
+        self._engines.forgive()
+        for flight in list(self._flights.values()):
+            if flight.stage == "generating" and self._too_old(flight.version):
+                self._abandon(flight, "stale")
+        self._wake.set()
+
+    async def mark_trained(self, uids: Sequence[int]) -> None:
+        """These occurrences are in the parameters now.
+
+        Raises:
+            RunError: one of them was trained before or never queued.
+        """
+        self.ledger.trained(uids)
+        for uid in uids:
+            self._queued.pop(uid, None)
+        self._wake.set()
+
+    async def reissue(self, uids: Sequence[int], reason: str) -> None:
+        """These groups were dropped on the way; count them and generate them again."""
+        self._drop(uids, reason)
+
+    async def ledger_state(self) -> Mapping[str, object]:
+        """JSON value for `Ledger.restore`.
+
+        Raises:
+            RunError: the books do not balance.
+        """
+        self.ledger.check()
+        return self.ledger.state()
+
+    async def evaluate(self, version: int) -> Evaluation:
+        """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
+        return await self._evaluator.evaluate(version)
+
+    async def stats(self) -> Mapping[str, float]:
+        """`idle`, groups by stage, what `Tally.take` returns, and the ledger's counts as `ledger/NAME`."""
+        stages = Counter(flight.stage for flight in self._flights.values())
+        return {
+            "idle": self._idle.read(),
+            **{stage: float(stages[stage]) for stage in ("generating", "scoring", "delivering")},
+            **self._tally.take(),
+            **{f"ledger/{name}": float(count) for name, count in self.ledger.counts().items()},
+        }

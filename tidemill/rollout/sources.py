@@ -1,0 +1,146 @@
+"""Prompt sources: read rows from a file, a dataset hub or a task generator.
+
+A row is a plain dict of JSON values. Every row has a non-empty prompt: a string, or chat messages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tidemill.config import DataConfig
+from tidemill.errors import ConfigError, DataError
+
+Row = dict[str, Any]
+Located = tuple[str, Any]
+
+FORMS = "a .jsonl or .parquet file, hf://DATASET:SPLIT, or reasoning_gym://TASK"
+
+
+def load_rows(source: str, config: DataConfig, key: str = "data.train") -> list[Row]:
+    """Read and check all rows of a source.
+
+    Args:
+        source: what `data.train` or `data.held_out` holds.
+        config: names of the columns, and the source's options.
+        key: the setting that `source` stands in, for messages.
+
+    Raises:
+        DataError: naming the source and the line or row.
+        ConfigError: the form of the source is unknown, or needs a library that is not installed.
+    """
+    rows = [check_row(row, where, config.prompt_key) for where, row in located_rows(source, config, key)]
+    if not rows:
+        raise DataError(f"{source}: no prompts in it; {key} needs at least one")
+    return rows
+
+
+def located_rows(source: str, config: DataConfig, key: str) -> Iterable[Located]:
+    """Rows with the place that each came from."""
+    scheme, separator, rest = source.partition("://")
+    if separator and scheme == "hf":
+        return hub_rows(rest, config.options, key)
+    if separator and scheme == "reasoning_gym":
+        return task_rows(rest, config, key)
+    path = Path(source)
+    if separator or path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(key, source, FORMS, "Convert the file, or mend the name.")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file. Set {key} to a file that exists; relative names start at the config.")
+    return jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path)
+
+
+def jsonl_rows(path: Path) -> Iterator[Located]:
+    """One JSON object a line; blank lines are allowed."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{path}:{number}", json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
+
+
+def parquet_rows(path: Path) -> Iterator[Located]:
+    """Rows of a parquet file, numbered from 1; values that JSON lacks, such as dates, become strings."""
+    pyarrow = import_library("pyarrow", "pyarrow")
+    parquet = import_library("pyarrow.parquet", "pyarrow")
+    try:
+        table = parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable parquet file: {error}") from error
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{path}: row {number}", as_json(row)
+
+
+def hub_rows(address: str, options: Mapping[str, Any], key: str) -> Iterator[Located]:
+    """Rows of `DATASET:SPLIT`; the options go to `datasets.load_dataset`."""
+    name, _, split = address.rpartition(":")
+    source = f"hf://{address}"
+    if not name or not split:
+        raise ConfigError(key, source, FORMS, "Name the dataset and the split, for example hf://openai/gsm8k:train.")
+    datasets = import_library("datasets", "datasets", key, source)
+    try:
+        rows = datasets.load_dataset(name, split=split, **options)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source}: cannot be loaded: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{source}: row {number}", as_json(row)
+
+
+def task_rows(task: str, config: DataConfig, key: str) -> Iterator[Located]:
+    """Generated tasks; the column `entry` holds what `reasoning_gym` needs to score an answer."""
+    source = f"reasoning_gym://{task}"
+    gym = import_library("reasoning_gym", "reasoning-gym", key, source)
+    try:
+        dataset = gym.create_dataset(task, **config.options)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise DataError(f"{source} with options {config.options}: {error}") from error
+    for number, entry in enumerate(dataset, start=1):
+        row = {config.prompt_key: entry["question"], config.answer_key: entry["answer"], "entry": as_json(entry)}
+        yield f"{source}: row {number}", row
+
+
+def check_row(row: Any, where: str, prompt_key: str) -> Row:
+    """Refuse what is not an object with a usable prompt."""
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be an object, not {type(row).__name__}")
+    if prompt_key not in row:
+        raise DataError(f"{where}: no column {prompt_key!r}; it has {sorted(row)}. Set data.prompt_key.")
+    prompt = row[prompt_key]
+    if isinstance(prompt, str) and prompt.strip():
+        return row
+    if isinstance(prompt, list) and prompt and all(map(is_message, prompt)):
+        return row
+    raise DataError(f"{where}: {prompt_key!r} must be a non-empty string or a list of chat messages, not {prompt!r}")
+
+
+def is_message(message: Any) -> bool:
+    """Whether this is `{"role": ..., "content": ...}` with string values."""
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+def as_json(value: Any) -> Any:
+    """The value as it looks after a trip through JSON; what JSON lacks becomes a string."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def import_library(module: str, package: str, key: str = "data.train", value: str = "*.parquet") -> Any:
+    """Import an optional library when a source needs it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Some dependencies of reasoning-gym have invalid escapes, which warn whenever they are compiled.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        allowed = f"a source whose library is installed ({error})"
+        raise ConfigError(key, value, allowed, f"Install it: pip install {package}.") from error

@@ -1,0 +1,77 @@
+"""Staleness: how many groups may start now, and which are too old to train. Pure arithmetic.
+
+Notation: B groups are trained per version, eta is `max_staleness`, v the present version. Groups are trained in
+about the order they start, so the i-th group of the run (from 0) is trained at version floor(i / B). A group that
+starts at v is at most eta versions old when it is trained if
+
+    i < (eta + v + 1) * B,
+
+which is the capacity formula of AReaL (Fu et al. 2025, arXiv:2505.24298, section 5.1). Admission paces on the
+aggregate; `too_old` is the hard bound for the single group that was overtaken on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidemill.config import RunConfig
+
+
+def too_old(oldest_version: int, version: int, max_staleness: int) -> bool:
+    """Whether a group whose oldest token is of `oldest_version` may no longer be trained at `version`."""
+    return version - oldest_version > max_staleness
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessPolicy:
+    """Admission of groups.
+
+    Attributes:
+        max_staleness: hard bound on the age of a trained token, in versions.
+        groups_per_version: groups trained between two weight syncs (B).
+        max_concurrent: groups that all engines run at once.
+        max_groups_between_syncs: verl's bound, or None: the groups started since the last sync, plus those running
+            or queued at that sync, are at most this many. `(1 + threshold) * B` in a config.
+        total: groups that the whole run trains, or None.
+    """
+
+    max_staleness: int
+    groups_per_version: int
+    max_concurrent: int
+    max_groups_between_syncs: int | None = None
+    total: int | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, engines: int) -> StalenessPolicy:
+        """The policy that a config describes for this many engines."""
+        return cls(
+            max_staleness=config.asynchrony.max_staleness,
+            groups_per_version=config.groups_per_version,
+            max_concurrent=config.rollout.max_concurrent_groups * engines,
+            max_groups_between_syncs=config.max_groups_between_syncs,
+            total=config.trainer.steps * config.required_samples,
+        )
+
+    def capacity(self, version: int, running: int, accepted: int) -> int:
+        """How many groups may start now; never negative.
+
+        At the sync to `version` exactly `version * B` groups had been trained, so verl's count since that sync is
+        `accepted + running - version * B`. A group that is dropped leaves `running` or `accepted`, which gives its
+        place back.
+
+        Args:
+            version: the version that engines sample from.
+            running: groups that have started and are not queued.
+            accepted: groups queued or trained since the very start of the run; `version * B` just after a resume at
+                `version`, when the queue is empty.
+        """
+        bounds = [
+            self.max_concurrent - running,
+            (self.max_staleness + version + 1) * self.groups_per_version - (accepted + running),
+        ]
+        if self.max_groups_between_syncs is not None:
+            since_sync = accepted + running - version * self.groups_per_version
+            bounds.append(self.max_groups_between_syncs - since_sync)
+        if self.total is not None:
+            bounds.append(self.total - (accepted + running))
+        return max(0, min(bounds))

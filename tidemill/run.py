@@ -1,0 +1,228 @@
+"""One training run, from start to checkpoint: wires the actors, supervises them, and keeps the schedule.
+
+    prompts ─► Rollouter ─► MessageQueue ─► Trainer ─► Synchronizer ─► engines
+                  ▲                            │
+                  └──── ledger ◄───────────────┴─► checkpoint, metrics, model
+
+The driver process holds the schedule and nothing heavy: engines, rollouter, queue and trainer ranks are Ray actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tidemill.actors.engine import RemoteEngine, start_engine
+from tidemill.actors.ranks import RemoteRanks, fetch_groups, start_ranks
+from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
+from tidemill.cluster.local import ray_session
+from tidemill.config import RunConfig
+from tidemill.observe.events import EventLog
+from tidemill.observe.memory import MemoryMeter
+from tidemill.observe.observer import RunObserver
+from tidemill.observe.report import Sample, Summary
+from tidemill.protocols import Evaluation
+from tidemill.queue.message_queue import ActorQueue, start_queue
+from tidemill.store.checkpoint import Checkpoints
+from tidemill.store.locate import locate_model
+from tidemill.store.models import ResolvedModel
+from tidemill.store.restart import Restart, find_restart, identity
+from tidemill.store.server import open_store
+from tidemill.store.tracking import Tracker
+from tidemill.sync.synchronizer import Synchronizer
+from tidemill.train.trainer import Position, Trainer
+
+SHARED_MEMORY = Path("/dev/shm")
+CLOSE_TIMEOUT_S = 90.0
+UPLOAD_TIMEOUT_S = 3600.0
+SHOWN_SAMPLES = 5
+
+
+def train(config: RunConfig) -> Summary:
+    """Run or resume the training that `config` describes.
+
+    Raises:
+        TidemillError: what went wrong, with the traceback of the worker it happened in.
+    """
+    config.folder.mkdir(parents=True, exist_ok=True)
+    model = locate_model(config)
+    with EventLog(config.folder / "events.jsonl") as log, ray_session(config):
+        return asyncio.run(Run(config, model, log).train())
+
+
+@dataclass(slots=True)
+class Parts:
+    """The actors of a run."""
+
+    engines: list[RemoteEngine]
+    ranks: RemoteRanks
+    queue: ActorQueue
+    generation: RemoteGeneration
+    publisher: Synchronizer
+
+    async def close(self) -> None:
+        """Stop generation and free the engines; Ray ends the processes after that."""
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await self.generation.stop()
+            await self.generation.close()
+            await asyncio.gather(*(engine.shutdown() for engine in self.engines))
+        self.publisher.close()
+
+
+@dataclass(slots=True)
+class Run:
+    """The schedule of one attempt."""
+
+    config: RunConfig
+    model: ResolvedModel
+    log: EventLog
+    checkpoint_uri: str | None = None
+    upload: asyncio.Task[str] | None = None
+    ledger: Mapping[str, Any] = field(default_factory=dict)
+
+    async def train(self) -> Summary:
+        """Start the parts, train, commit, export; the parts are freed whatever happens."""
+        started = time.monotonic()
+        with open_store(self.config.store, self.config.output) as store, MemoryMeter() as memory:
+            restart = find_restart(self.config, Checkpoints(store, self.config.name, self.config.checkpoint.keep))
+            tracker = Tracker.start(self.config, restart.mlflow_run_id if restart else None)
+            observer = RunObserver(self.config, self.log, tracker)
+            try:
+                parts = await self.start_parts(observer, restart)
+                try:
+                    before = await self.begin(parts, observer, restart)
+                    trainer = self.make_trainer(parts, observer, restart, before)
+                    await self.learn(trainer, parts, observer)
+                    model_uri = await self.finish(trainer, parts, observer, before)
+                finally:
+                    await parts.close()
+            except BaseException:
+                tracker.finish("FAILED")
+                raise
+            tracker.finish("FINISHED")
+        return self.summarise(trainer, observer, before, model_uri, memory, time.monotonic() - started)
+
+    async def start_parts(self, observer: RunObserver, restart: Restart | None) -> Parts:
+        """Place all actors; engines and trainer load at the same time."""
+        config, path = self.config, str(self.model.path)
+        observer.phase(
+            f"load {config.model} ({self.model.source}) into {config.rollout.engines} engine(s) and the trainer"
+        )
+        engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
+        ranks = start_ranks(config, path)
+        queue = start_queue(config.queue_capacity, config.asynchrony.max_staleness, config.queue.when_full)
+        await asyncio.gather(ranks.ready(), *(engine.start() for engine in engines))
+        version = restart.position.version if restart else 0
+        if restart:
+            observer.phase(f"resume from version {version}")
+            await ranks.restore(version)
+        generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
+        await generation.start()
+        folder = SHARED_MEMORY / f"tidemill-{config.name}"
+        publisher = Synchronizer(engines, config.sync, folder, ranks.export, ranks.score, await generation.canary())
+        return Parts(engines, ranks, queue, generation, publisher)
+
+    async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:
+        """Bring the trainer's weights to the engines and score the policy that training starts from."""
+        await parts.publisher.publish(restart.position.version if restart else 0, "keep")
+        if restart or self.config.data.held_out is None:
+            return restart.held_out_before if restart else None
+        observer.phase("score the held-out prompts before training")
+        before = await parts.generation.evaluate(0)
+        observer.evaluated(before)
+        return before
+
+    def make_trainer(
+        self, parts: Parts, observer: RunObserver, restart: Restart | None, before: Evaluation | None
+    ) -> Trainer:
+        """The trainer, with a commit that uploads while training goes on."""
+
+        async def commit(position: Position) -> None:
+            await self.settle()
+            self.ledger = await parts.generation.ledger_state()
+            run_id = observer.tracker.run_id
+            state = Restart(position, self.ledger, run_id, identity(self.config), before).to_state()
+            await parts.ranks.snapshot()
+            self.upload = asyncio.create_task(parts.ranks.upload(position.version, state))
+
+        return Trainer(
+            self.config,
+            parts.queue,
+            parts.generation,
+            parts.ranks,
+            parts.publisher,
+            observer,
+            fetch=fetch_groups,
+            commit=commit,
+            position=restart.position if restart else Position(),
+        )
+
+    async def learn(self, trainer: Trainer, parts: Parts, observer: RunObserver) -> None:
+        """Generate and train at the same time until the trainer is done; a failure of either ends both."""
+        observer.phase(f"train {self.config.trainer.steps} steps")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(parts.generation.run())
+                await trainer.fit()
+                await parts.generation.stop()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def finish(self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None) -> str:
+        """Commit the last version and export the model; returns the model's URI."""
+        observer.phase("commit the checkpoint and export the model")
+        assert trainer.commit is not None
+        await trainer.commit(trainer.position)
+        await self.settle()
+        return await parts.ranks.publish_model(trainer.position.version)
+
+    async def settle(self) -> None:
+        """Wait for the upload under way; its failure is the run's."""
+        if self.upload is not None:
+            self.checkpoint_uri = await asyncio.wait_for(self.upload, UPLOAD_TIMEOUT_S)
+            self.upload = None
+
+    def summarise(
+        self,
+        trainer: Trainer,
+        observer: RunObserver,
+        before: Evaluation | None,
+        model_uri: str,
+        memory: MemoryMeter,
+        total_seconds: float,
+    ) -> Summary:
+        """What the run's folder and the next steps of the pipeline are told."""
+        position, seconds = trainer.position, observer.seconds
+        training = max(seconds.get("step", 0.0), 1e-9)
+        return Summary(
+            steps=position.step,
+            held_out_before=before.score if before else None,
+            held_out_after=None,
+            train_seconds=position.seconds,
+            total_seconds=total_seconds,
+            tokens_per_second=position.response_tokens / max(position.seconds, 1e-9),
+            trainer_idle=seconds.get("get_groups", 0.0) / training,
+            rollouter_idle=observer.rollouter_idle_seconds / training,
+            max_age=position.max_age if position.groups else None,
+            peak_memory_bytes=memory.peak_bytes,
+            checkpoint_uri=self.checkpoint_uri,
+            model_uri=model_uri,
+            model_version=None,
+            mlflow_run_id=observer.tracker.run_id,
+            samples=samples(before),
+            skipped=Counter(dict(self.ledger.get("quarantined", {})).values()),
+            dropped=dict(self.ledger.get("dropped", {})),
+            phase_seconds=seconds,
+        )
+
+
+def samples(before: Evaluation | None) -> tuple[Sample, ...]:
+    """Held-out prompts to show, with the first policy's answers."""
+    if before is None:
+        return ()
+    return tuple(Sample(a.prompt, a.response, None, a.expected) for a in before.answers[:SHOWN_SAMPLES])

@@ -1,0 +1,48 @@
+"""Scores a model on the held-out prompts in an engine of its own, outside of any training."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from tidemill.config import RunConfig
+from tidemill.protocols import Evaluation
+from tidemill.rollout.engine import VllmEngine
+from tidemill.rollout.evaluator import Evaluator
+from tidemill.rollout.flights import EnginePool
+from tidemill.rollout.prompts import load_held_out, load_tokenizer
+from tidemill.rollout.reward_pool import RewardPool
+
+
+def score_model(config: RunConfig, folder: Path) -> Evaluation:
+    """Greedy answers to `data.held_out` with the run's rewards.
+
+    Args:
+        config: of the run.
+        folder: Hugging Face folder of the model.
+
+    Raises:
+        TidemillError: the engine, a reward function or the data fails.
+    """
+    return asyncio.run(answer_held_out(config, folder))
+
+
+async def answer_held_out(config: RunConfig, folder: Path) -> Evaluation:
+    """Start an engine and the reward workers, ask everything, end both."""
+    tokenizer: Any = load_tokenizer(folder)
+    held_out = load_held_out(config.data, tokenizer, config.seed)
+    engine = VllmEngine(str(folder), config.rollout, config.data.max_prompt_tokens, config.seed, config.sync.transport)
+    rewards = RewardPool(config.rewards)
+    try:
+        await asyncio.gather(engine.start(), rewards.start())
+        evaluator = Evaluator(
+            config,
+            held_out,
+            EnginePool([engine]),
+            rewards,
+            lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)),
+        )
+        return await evaluator.evaluate(await engine.version())
+    finally:
+        await asyncio.gather(rewards.close(), engine.shutdown())

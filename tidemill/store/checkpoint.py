@@ -1,0 +1,267 @@
+"""Atomic commits of everything a restart needs.
+
+    runs/NAME/checkpoints/00000020/manifest.json        written last: without it the commit does not exist
+    runs/NAME/checkpoints/00000020/3f9a1c0e/...         its parts, in a folder of this attempt's own
+    runs/NAME/model/20/...                              the published model
+
+A crash at any moment leaves the previous commit, and also an older commit of the same version, as they were: parts
+never overwrite parts, and replacing one manifest is atomic in S3.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tidemill.config import RunConfig
+from tidemill.errors import CheckpointError, StoreError
+from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
+from tidemill.store.server import open_store
+
+FORMAT = 1
+STATE = "state.json"
+MANIFEST = "manifest.json"
+VERSION_FOLDER = re.compile(r"^(\d{8,})/")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a commit consists of.
+
+    Attributes:
+        format: of the manifest itself.
+        run: name of the run.
+        version: policy version.
+        folder: key below which the parts lie.
+        parts: name below `folder`, size in bytes and SHA-256 of each.
+    """
+
+    format: int
+    run: str
+    version: int
+    folder: str
+    parts: tuple[StoredObject, ...]
+
+    def to_json(self) -> bytes:
+        """As it is stored."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Parse what `to_json` gave.
+
+        Raises:
+            CheckpointError: it is not a manifest of this format.
+        """
+        try:
+            tree = json.loads(data)
+            if tree["format"] != FORMAT:
+                raise CheckpointError(f"its format is {tree['format']!r} and this Tidemill reads {FORMAT}")
+            parts = tuple(StoredObject(str(p["key"]), int(p["nbytes"]), str(p["sha256"])) for p in tree["parts"])
+            return cls(FORMAT, str(tree["run"]), int(tree["version"]), str(tree["folder"]), parts)
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"its manifest is damaged ({error!r})") from error
+
+
+class Checkpoints:
+    """The commits of one run; `keep` of them stay."""
+
+    def __init__(self, store: ObjectStore, run_name: str, keep: int) -> None:
+        self.store, self.run_name, self.keep = store, run_name, keep
+        self.prefix = f"runs/{run_name}/checkpoints"
+
+    def commit(self, version: int, folder: Path, state: Mapping[str, object]) -> str:
+        """Store the files of `folder` and `state` (JSON values) as one commit; returns its URI.
+
+        Commits of newer versions are removed: they are of a future that this run has left, by falling back.
+
+        Raises:
+            StoreError: the store failed; the previous commit is intact.
+            CheckpointError: `state` is not JSON, or the folder has a file of the name that the state gets.
+        """
+        encoded = encode_state(state)
+        if (folder / STATE).exists():
+            raise CheckpointError(f"{folder / STATE} stands where the run's state goes: rename it")
+        place = f"{self.commit_prefix(version)}/{secrets.token_hex(4)}"
+        stored = [*self.store.upload_folder(folder, place), self.store.put_bytes(f"{place}/{STATE}", encoded)]
+        parts = tuple(StoredObject(str(relative_path(s.key, place)), s.nbytes, s.sha256) for s in stored)
+        manifest = Manifest(FORMAT, self.run_name, version, place, parts)
+        self.store.put_bytes(self.manifest_key(version), manifest.to_json())
+        self.retire(manifest)
+        return self.store.uri(self.commit_prefix(version))
+
+    def latest(self) -> int | None:
+        """The newest version with a manifest that can be read; None when nothing was ever committed.
+
+        Raises:
+            CheckpointError: there are commits, and no manifest of them can be read.
+        """
+        versions = self.versions()
+        for version in versions:
+            try:
+                self.manifest(version)
+            except CheckpointError as error:
+                log.warning("%s; looking at the commit before it", error)
+            else:
+                return version
+        if versions:
+            raise self.nothing_intact(versions)
+        return None
+
+    def load(self, version: int, folder: Path) -> dict[str, Any]:
+        """Download the parts of a commit into `folder`, verified; returns the state.
+
+        Raises:
+            CheckpointError: the commit does not exist, or a part is missing or not what was committed. Nothing of it
+                is left in `folder`.
+        """
+        manifest = self.manifest(version)
+        listed = {item.key: item for item in self.store.list(manifest.folder)}
+        for part in manifest.parts:
+            self.check_listed(manifest, part, listed)
+        written: list[Path] = []
+        try:
+            for part in manifest.parts:
+                path = folder / relative_path(part.key, "")
+                written.append(path)
+                self.fetch(manifest, part, path)
+            return self.read_state(manifest, folder / STATE)
+        except BaseException:
+            for path in written:
+                path.unlink(missing_ok=True)
+            raise
+
+    def newest_valid(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest commit that is intact, warning of those that are not: (version, state), None without any.
+
+        Raises:
+            CheckpointError: there are commits, and none is intact. Starting over in silence would be worse.
+        """
+        versions = self.versions()
+        for version in versions:
+            try:
+                return version, self.load(version, folder)
+            except CheckpointError as error:
+                log.warning("%s; falling back to the commit before it", error)
+        if versions:
+            raise self.nothing_intact(versions)
+        return None
+
+    def publish_model(self, version: int, folder: Path) -> str:
+        """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI."""
+        prefix = f"runs/{self.run_name}/model/{version}"
+        self.store.delete_prefix(prefix)
+        self.store.upload_folder(folder, prefix)
+        return self.store.uri(prefix)
+
+    def versions(self) -> list[int]:
+        """Versions that have a manifest, readable or not, newest first."""
+        keys = {item.key for item in self.store.list(self.prefix)}
+        return sorted((v for v in self.folders(keys) if self.manifest_key(v) in keys), reverse=True)
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of a commit."""
+        key = self.manifest_key(version)
+        if not self.store.exists(key):
+            raise CheckpointError(f"there is no checkpoint {self.store.uri(self.commit_prefix(version))}")
+        try:
+            manifest = Manifest.from_json(self.store.get_bytes(key))
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {self.store.uri(key)} cannot be used: {error}") from error
+        if (manifest.run, manifest.version) != (self.run_name, version):
+            raise CheckpointError(f"checkpoint {self.store.uri(key)} is of {manifest.run} version {manifest.version}")
+        return manifest
+
+    def check_listed(self, manifest: Manifest, part: StoredObject, listed: Mapping[str, ListedObject]) -> None:
+        """A part must exist in its size, before gigabytes are downloaded."""
+        key = f"{manifest.folder}/{part.key}"
+        if key not in listed:
+            raise CheckpointError(f"checkpoint part {self.store.uri(key)} is missing")
+        if listed[key].nbytes != part.nbytes:
+            raise CheckpointError(
+                f"checkpoint part {self.store.uri(key)} has {listed[key].nbytes} bytes, committed were {part.nbytes}"
+            )
+
+    def fetch(self, manifest: Manifest, part: StoredObject, path: Path) -> None:
+        """Download one part and compare it with what was committed."""
+        got = self.store.get_file(f"{manifest.folder}/{part.key}", path)
+        if (got.nbytes, got.sha256) != (part.nbytes, part.sha256):
+            raise CheckpointError(
+                f"checkpoint part {self.store.uri(got.key)} is damaged: {got.nbytes} bytes with SHA-256 {got.sha256}, "
+                f"committed were {part.nbytes} with {part.sha256}"
+            )
+
+    def read_state(self, manifest: Manifest, path: Path) -> dict[str, Any]:
+        """The run's state among the downloaded parts."""
+        if not path.exists():
+            raise CheckpointError(f"checkpoint {self.store.uri(manifest.folder)} has no {STATE}")
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return state
+
+    def retire(self, current: Manifest) -> None:
+        """Delete what the commit just made has replaced: manifests first, then parts.
+
+        A failure here costs space and not the run.
+        """
+        try:
+            keys = [item.key for item in self.store.list(self.prefix)]
+            folders = self.folders(keys)
+            older = [v for v in folders if v < current.version and self.manifest_key(v) in keys]
+            stay = {current.version, *sorted(older, reverse=True)[: self.keep - 1]}
+            for version in sorted(folders - stay):
+                self.store.delete(self.manifest_key(version))
+                self.store.delete_prefix(self.commit_prefix(version))
+            for key in filter(lambda key: self.is_left_over(key, current), keys):
+                self.store.delete(key)
+        except StoreError as error:
+            log.warning("checkpoint %d is committed, but older ones could not be deleted: %s", current.version, error)
+
+    def is_left_over(self, key: str, current: Manifest) -> bool:
+        """Whether a key belongs to another attempt at the version just committed."""
+        mine = key.startswith(f"{self.commit_prefix(current.version)}/")
+        kept = key.startswith(f"{current.folder}/") or key == self.manifest_key(current.version)
+        return mine and not kept
+
+    def folders(self, keys: list[str] | set[str]) -> set[int]:
+        """Versions that have any object."""
+        matches = (VERSION_FOLDER.match(key.removeprefix(f"{self.prefix}/")) for key in keys)
+        return {int(match[1]) for match in matches if match}
+
+    def commit_prefix(self, version: int) -> str:
+        """Key of a commit's folder."""
+        return f"{self.prefix}/{version:08d}"
+
+    def manifest_key(self, version: int) -> str:
+        """Key whose existence is the commit."""
+        return f"{self.commit_prefix(version)}/{MANIFEST}"
+
+    def nothing_intact(self, versions: list[int]) -> CheckpointError:
+        """All is damaged: only a person can decide to start over."""
+        return CheckpointError(
+            f"none of the checkpoints {versions} below {self.store.uri(self.prefix)} is intact: "
+            "restore the bucket, or start over under another run name"
+        )
+
+
+def encode_state(state: Mapping[str, object]) -> bytes:
+    """`state` as JSON."""
+    try:
+        return json.dumps(state).encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state of a checkpoint must be JSON values: {error}") from error
+
+
+@contextmanager
+def open_checkpoints(config: RunConfig) -> Iterator[Checkpoints]:
+    """The checkpoints of a run, on the store that it is configured with."""
+    with open_store(config.store, config.output) as store:
+        yield Checkpoints(store, config.name, config.checkpoint.keep)

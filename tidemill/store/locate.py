@@ -1,0 +1,61 @@
+"""Brings the model that a setting or a command names to this machine, from wherever it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidemill.config import RunConfig, StoreConfig
+from tidemill.store.models import ResolvedModel, default_cache, resolve_model
+from tidemill.store.object_store import parse_uri
+from tidemill.store.registry import model_source
+from tidemill.store.server import open_store
+from tidemill.store.tracking import tracking_uri
+
+
+@dataclass(frozen=True, slots=True)
+class Locator:
+    """Where models may lie besides this machine and the hub.
+
+    Attributes:
+        store: the object store, for `s3://BUCKET/PREFIX`.
+        output: folder of the embedded store.
+        registry: MLflow tracking URI, for `models:/NAME/VERSION`.
+    """
+
+    store: StoreConfig
+    output: Path
+    registry: str
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Locator:
+        """Those of a run."""
+        return cls(config.store, config.output, tracking_uri(config))
+
+    def bring(self, name: str, folder: Path) -> ResolvedModel:
+        """The model as a folder on this machine.
+
+        Args:
+            name: as in `RunConfig.model`.
+            folder: for one that lies in the store. It is brought anew each time, because a name in a store may stand
+                for other weights tomorrow.
+
+        Raises:
+            ModelError: it is not found, or is no model.
+            StoreError: the store cannot be reached or does not have it.
+        """
+
+        def fetch(address: str, cache: Path) -> Path:
+            del cache
+            uri = model_source(address, self.registry) if address.startswith("models:/") else address
+            bucket, prefix = parse_uri(uri)
+            with open_store(self.store.model_copy(update={"bucket": bucket}), self.output) as store:
+                store.download_folder(prefix, folder)
+            return folder
+
+        return resolve_model(name, default_cache(), fetch)
+
+
+def locate_model(config: RunConfig) -> ResolvedModel:
+    """The model that a run starts from; one of the store is brought to the run's folder."""
+    return Locator.of(config).bring(config.model, config.folder / "start")

@@ -1,0 +1,300 @@
+"""Objects in an S3 bucket: MinIO, SeaweedFS, AWS, or the server that `store.server` starts.
+
+Transfers stream in parts of 16 MiB, so an object may be larger than memory, and are hashed while they pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+import urllib3
+from minio import Minio
+from minio.deleteobjects import DeleteObject
+from minio.error import MinioException, S3Error
+from urllib3.exceptions import HTTPError, MaxRetryError
+
+from tidemill.errors import ConfigError, StoreError
+
+PART_BYTES = 16 << 20
+CHUNK_BYTES = 256 << 10  # with 1 MiB the allocator returns every chunk to the system, which costs twice the time
+ATTEMPTS = 4  # of a download that breaks off; each goes on where the last one stopped
+ACCESS_KEY, SECRET_KEY = "TIDEMILL_S3_ACCESS_KEY", "TIDEMILL_S3_SECRET_KEY"
+REFUSED = frozenset({"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecretKey"})
+MISSING = frozenset({"NoSuchKey", "NoSuchBucket", "ResourceNotFound"})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object that was transferred: `key`, size in bytes, and hexadecimal SHA-256 of its content."""
+
+    key: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListedObject:
+    """An object as the server lists it: `key` and size in bytes."""
+
+    key: str
+    nbytes: int
+
+
+class HashingReader:
+    """Reads a file and hashes what was read, for clients that only know `read`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes."""
+        data = self.file.read(size)
+        self.digest.update(data)
+        return data
+
+
+class ObjectStore:
+    """One bucket of one server. Thread-safe; a prefix is always a folder: `runs/a` does not match `runs/ab/x`.
+
+    Every method raises StoreError, naming object, endpoint, cause and fix, when the server cannot be reached, refuses,
+    or does not have the object.
+    """
+
+    def __init__(self, client: Minio, endpoint: str, bucket: str) -> None:
+        self.client, self.endpoint, self.bucket = client, endpoint, bucket
+
+    @classmethod
+    def connect(cls, endpoint_url: str, bucket: str, access_key: str, secret_key: str) -> ObjectStore:
+        """Reach the server and make the bucket if it does not exist; gives up after about 10 s."""
+        probe = cls(make_client(endpoint_url, access_key, secret_key, patient=False), endpoint_url, bucket)
+        with probe.explained(f"bucket {bucket}"):
+            if not probe.client.bucket_exists(bucket_name=bucket):
+                probe.make_bucket()
+        return cls(make_client(endpoint_url, access_key, secret_key, patient=True), endpoint_url, bucket)
+
+    def make_bucket(self) -> None:
+        """Make the bucket; that another process was faster is fine."""
+        try:
+            self.client.make_bucket(bucket_name=self.bucket)
+        except S3Error:
+            if not self.client.bucket_exists(bucket_name=self.bucket):
+                raise
+
+    def uri(self, key: str) -> str:
+        """`s3://bucket/key`."""
+        return f"s3://{self.bucket}/{key}"
+
+    def put_file(self, key: str, path: Path) -> StoredObject:
+        """Upload a file in parts."""
+        try:
+            with path.open("rb") as file:
+                return self.put_stream(key, file, path.stat().st_size)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"cannot read {path} to upload it to {self.uri(key)}: {error}") from error
+
+    def put_bytes(self, key: str, data: bytes) -> StoredObject:
+        """Upload `data`; readers see the old object or all of the new one."""
+        return self.put_stream(key, io.BytesIO(data), len(data))
+
+    def put_stream(self, key: str, file: BinaryIO, nbytes: int) -> StoredObject:
+        """Upload `nbytes` from an open file."""
+        reader = HashingReader(file)
+        with self.explained(self.uri(key)):
+            self.client.put_object(
+                bucket_name=self.bucket, object_name=key, data=reader, length=nbytes, part_size=PART_BYTES
+            )
+        return StoredObject(key, nbytes, reader.digest.hexdigest())
+
+    def get_bytes(self, key: str) -> bytes:
+        """A small object, whole."""
+        buffer = io.BytesIO()
+        self.receive(key, buffer)
+        return buffer.getvalue()
+
+    def get_file(self, key: str, path: Path) -> StoredObject:
+        """Download to `path`, which appears only when it is complete; missing parents are made."""
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                stored = self.receive(key, file)
+            part.replace(path)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"cannot write {path} while downloading {self.uri(key)}: {error}. Free space or choose another folder."
+            ) from error
+        finally:
+            with suppress(OSError):  # the file system may refuse this too, and the first error says more
+                part.unlink(missing_ok=True)
+        return stored
+
+    def receive(self, key: str, file: BinaryIO) -> StoredObject:
+        """Write an object to `file`, going on where a broken connection left off."""
+        received, digest = 0, hashlib.sha256()
+        for attempt in range(ATTEMPTS):
+            with self.explained(self.uri(key)):
+                response = self.client.get_object(bucket_name=self.bucket, object_name=key, offset=received)
+                try:
+                    for chunk in response.stream(CHUNK_BYTES):
+                        file.write(chunk)
+                        digest.update(chunk)
+                        received += len(chunk)
+                    return StoredObject(key, received, digest.hexdigest())
+                except HTTPError:
+                    if attempt == ATTEMPTS - 1:
+                        raise
+                finally:
+                    response.close()
+                    response.release_conn()
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def upload_folder(self, folder: Path, prefix: str) -> tuple[StoredObject, ...]:
+        """Upload every file below `folder`, in the order of their names, as `prefix/relative/path`."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        if not files:
+            raise StoreError(f"nothing to upload to {self.uri(prefix)}: {folder} has no files")
+        return tuple(self.put_file(as_folder(prefix) + path.relative_to(folder).as_posix(), path) for path in files)
+
+    def download_folder(self, prefix: str, folder: Path) -> tuple[StoredObject, ...]:
+        """Download every object below `prefix` to its relative path in `folder`."""
+        listed = self.list(prefix)
+        if not listed:
+            raise StoreError(f"{self.uri(prefix)} at {self.endpoint} does not exist: no object has this prefix")
+        return tuple(self.get_file(item.key, folder / relative_path(item.key, prefix)) for item in listed)
+
+    def list(self, prefix: str) -> tuple[ListedObject, ...]:
+        """All objects below the folder `prefix` ("" is the whole bucket), ordered by key."""
+        with self.explained(self.uri(prefix)):
+            found = self.client.list_objects(bucket_name=self.bucket, prefix=as_folder(prefix), recursive=True)
+            listed = [ListedObject(item.object_name, item.size) for item in found if not item.is_dir]
+        return tuple(sorted(listed, key=lambda item: item.key))
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object under exactly this key."""
+        with self.explained(self.uri(key)):
+            try:
+                self.client.stat_object(bucket_name=self.bucket, object_name=key)
+            except S3Error as error:
+                if error.code in MISSING:
+                    return False
+                raise
+        return True
+
+    def delete(self, key: str) -> None:
+        """Remove one object; one that is not there is fine."""
+        with self.explained(self.uri(key)):
+            self.client.remove_object(bucket_name=self.bucket, object_name=key)
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Remove every object below the folder `prefix`; returns how many there were."""
+        if not prefix.strip("/"):
+            raise StoreError(f"refusing to delete all of bucket {self.bucket}: name a prefix")
+        listed = self.list(prefix)
+        with self.explained(self.uri(prefix)):
+            doomed = [DeleteObject(item.key) for item in listed]
+            for failure in self.client.remove_objects(bucket_name=self.bucket, delete_object_list=doomed):
+                raise StoreError(f"cannot delete {self.uri(failure.name)} at {self.endpoint}: {failure.message}")
+        return len(listed)
+
+    @contextmanager
+    def explained(self, subject: str) -> Iterator[None]:
+        """Turn what the client raises into one message for the user."""
+        try:
+            yield
+        except S3Error as error:
+            raise StoreError(f"{subject} at {self.endpoint}: {advice(error)}") from error
+        except (MinioException, HTTPError) as error:
+            cause = error.reason if isinstance(error, MaxRetryError) else error
+            raise StoreError(
+                f"{subject}: no S3 answer from {self.endpoint}: {cause}. "
+                "Check store.endpoint, and that the server runs and can be reached from here."
+            ) from error
+        except ValueError as error:
+            raise StoreError(f"{subject} at {self.endpoint}: {error}") from error
+
+
+def advice(error: S3Error) -> str:
+    """What the server said, and what to do about it."""
+    said = f"{error.code}: {error.message}"
+    if error.code in REFUSED:
+        return f"{said} Check the keys in {ACCESS_KEY} and {SECRET_KEY} and what they may do in this bucket."
+    if error.code in MISSING:
+        return f"{said} Check the name; it may have been deleted."
+    return said
+
+
+def make_client(endpoint_url: str, access_key: str, secret_key: str, *, patient: bool) -> Any:
+    """A client whose waits are bounded: about 10 s, or when `patient` long enough to outlast a server's restart."""
+    secure, host = parse_endpoint(endpoint_url)
+    # A starting MinIO asks to come back in a minute, and its word for an error is worth more than the retry's.
+    retries = urllib3.Retry(6, backoff_factor=0.5, respect_retry_after_header=False, raise_on_status=False)
+    if patient:
+        retries.status_forcelist = {500, 502, 503, 504}
+    else:
+        retries.total = 1
+    timeout = urllib3.Timeout(connect=4, read=120 if patient else 5)
+    pool = urllib3.PoolManager(maxsize=16, timeout=timeout, retries=retries, ca_certs=os.environ.get("SSL_CERT_FILE"))
+    return Minio(endpoint=host, access_key=access_key, secret_key=secret_key, secure=secure, http_client=pool)
+
+
+def parse_endpoint(endpoint_url: str) -> tuple[bool, str]:
+    """(TLS?, `host:port`) of an endpoint URL."""
+    try:
+        url = urlsplit(endpoint_url)
+        valid = url.scheme in {"http", "https"} and url.hostname and url.path in {"", "/"} and url.port != 0
+    except ValueError:
+        valid = False
+    if not valid or url.query or url.username:
+        raise StoreError(f"endpoint {endpoint_url!r} is not an address of the form http(s)://host:port: mend it")
+    return url.scheme == "https", url.netloc
+
+
+def parse_uri(uri: str) -> tuple[str, str]:
+    """(bucket, key) of `s3://bucket/key`.
+
+    Raises:
+        StoreError: it is something else.
+    """
+    bucket, slash, key = uri.removeprefix("s3://").partition("/")
+    if not uri.startswith("s3://") or not bucket or not slash or not key:
+        raise StoreError(f"{uri!r} is not of the form s3://bucket/key: mend it")
+    return bucket, key
+
+
+def credentials() -> tuple[str, str]:
+    """Access key and secret key from the environment.
+
+    Raises:
+        ConfigError: one of them is not set.
+    """
+    for name in (ACCESS_KEY, SECRET_KEY):
+        if not os.environ.get(name):
+            raise ConfigError(
+                name, None, "the S3 key, in the environment", f"Export {name}, or set store.endpoint to embedded."
+            )
+    return os.environ[ACCESS_KEY], os.environ[SECRET_KEY]
+
+
+def as_folder(prefix: str) -> str:
+    """`prefix` with exactly one slash at its end; "" stays."""
+    return f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+
+
+def relative_path(key: str, prefix: str) -> PurePosixPath:
+    """Path of `key` below `prefix`; a key that would leave the folder is refused."""
+    path = PurePosixPath(key.removeprefix(as_folder(prefix)))
+    if path.is_absolute() or ".." in path.parts:
+        raise StoreError(f"object {key!r} would be written outside the folder: refused")
+    return path

@@ -1,0 +1,133 @@
+"""The model registry of MLflow: the gate before it, and the versions in it. Weights stay in the object store."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tidemill.config import RunConfig
+from tidemill.errors import ModelError, StoreError
+from tidemill.store.tracking import git_revision, make_client, tracking_uri
+
+MODEL_URI = re.compile(r"^models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[A-Za-z][A-Za-z0-9_-]*))$")
+MISSING = frozenset({"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"})
+
+
+def gate(score_before: float | None, score_after: float | None, min_score: float | None) -> tuple[bool, str]:
+    """Whether a trained policy may be registered, and why: (passed, reason).
+
+    Args:
+        score_before: held-out score of the policy that training started from; None if it was not scored.
+        score_after: of the trained policy.
+        min_score: score to reach in any case; None asks only that it did not get worse.
+    """
+    if score_after is None:
+        return min_score is None, "there is no held-out score" + ("" if min_score is None else f" to reach {min_score}")
+    if not math.isfinite(score_after):
+        return False, f"the held-out score is {score_after}"
+    if min_score is not None and score_after < min_score:
+        return False, f"the held-out score {score_after:.4g} is below registry.min_score = {min_score:.4g}"
+    if score_before is not None and score_after < score_before:
+        return False, f"the held-out score fell from {score_before:.4g} to {score_after:.4g}"
+    came = "" if score_before is None else f", before training {score_before:.4g}"
+    return True, f"the held-out score is {score_after:.4g}{came}"
+
+
+def register(config: RunConfig, source_uri: str, run_id: str, score: float | None, tags: Mapping[str, str]) -> str:
+    """Make the model at `source_uri` the newest version and give it the alias; returns the version.
+
+    Registering the same source of the same run again, as a retried step does, returns the version that exists.
+
+    Args:
+        config: names the registry, the model and the alias.
+        source_uri: `s3://...` of a Hugging Face folder.
+        run_id: MLflow run that trained it.
+        score: held-out score.
+        tags: more tags, such as `checkpoint_uri`.
+
+    Raises:
+        StoreError: MLflow cannot be reached or refuses.
+        ConfigError: `tracking.uri` does not work.
+    """
+    client, name = make_client(tracking_uri(config)), config.registered_model
+    from mlflow.exceptions import MlflowException
+
+    described = {**description(config, score), **tags}
+    try:
+        ensure_model(client, name)
+        version = existing_version(client, name, source_uri, run_id)
+        if version is None:
+            version = client.create_model_version(
+                name, source_uri, run_id=run_id, tags=described, await_creation_for=0
+            ).version
+        client.set_registered_model_alias(name, config.registry.alias, version)
+    except MlflowException as error:
+        raise StoreError(f"model {name!r} cannot be registered at {tracking_uri(config)}: {error}") from error
+    return str(version)
+
+
+def description(config: RunConfig, score: float | None) -> dict[str, str]:
+    """Tags of every version."""
+    tags = {
+        "score": None if score is None else repr(score),
+        "git_revision": git_revision(),
+        "config_digest": hashlib.sha256(config.to_yaml().encode()).hexdigest(),
+        "base_model": config.model,
+    }
+    return {key: value for key, value in tags.items() if value is not None}
+
+
+def ensure_model(client: Any, name: str) -> None:
+    """Make the registered model if it does not exist."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def existing_version(client: Any, name: str, source_uri: str, run_id: str) -> str | None:
+    """The version that this source and run already have."""
+    same = [v for v in client.search_model_versions(f"name='{name}'") if (v.source, v.run_id) == (source_uri, run_id)]
+    return str(same[0].version) if same else None
+
+
+def model_source(uri: str, tracking: str) -> str:
+    """Where a registered model lies: the `s3://` source of `models:/NAME/VERSION` or `models:/NAME@alias`.
+
+    Args:
+        uri: the model.
+        tracking: MLflow tracking URI; see `tracking.tracking_uri`.
+
+    Raises:
+        ModelError: there is no such version; lists those that exist.
+        ConfigError: `tracking` does not work.
+    """
+    match = MODEL_URI.match(uri)
+    if match is None:
+        raise ModelError(f"model {uri!r} is not of the form models:/NAME/VERSION or models:/NAME@ALIAS")
+    client, name = make_client(tracking), match["name"]
+    from mlflow.exceptions import MlflowException
+
+    try:
+        if match["alias"]:
+            return str(client.get_model_version_by_alias(name, match["alias"]).source)
+        return str(client.get_model_version(name, match["version"]).source)
+    except MlflowException as error:
+        if error.error_code not in MISSING:
+            raise ModelError(f"model {uri!r}: the registry {tracking} does not answer: {error}") from error
+        raise ModelError(f"model {uri!r} is not in the registry {tracking}: {inventory(client, name)}") from error
+
+
+def inventory(client: Any, name: str) -> str:
+    """The versions of a model, or the models there are, in words."""
+    versions = sorted(int(version.version) for version in client.search_model_versions(f"name='{name}'"))
+    if versions:
+        return f"versions of {name} are {', '.join(map(str, versions))}"
+    models = sorted(model.name for model in client.search_registered_models())
+    return f"models there are {', '.join(models)}" if models else "it is empty"

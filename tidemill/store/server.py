@@ -1,0 +1,122 @@
+"""Who uses the embedded S3 server: it is shared by all runs of one output folder, on one machine.
+
+`embedded_store` has a server up for the time of a block; the last process that leaves its block stops it.
+`start_server` keeps it up until `stop_server`. Either adopts a server that an earlier process left behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tidemill.config import StoreConfig
+from tidemill.errors import StoreError
+from tidemill.store.object_store import ObjectStore, credentials
+from tidemill.store.weed import POLL_S, ServerInfo, adopt, end, find_server, launch, write_info
+
+LOCK_TIMEOUT_S = 90.0
+"""Longer than a start that fails and the stop after it."""
+
+
+@contextmanager
+def open_store(config: StoreConfig, output: Path) -> Iterator[ObjectStore]:
+    """The store of a run: the embedded server below `output`, or the configured endpoint, keys from the environment.
+
+    Raises:
+        StoreError: it cannot be started or reached.
+        ConfigError: the endpoint is not embedded and there are no keys.
+    """
+    if config.endpoint != "embedded":
+        yield ObjectStore.connect(config.endpoint, config.bucket, *credentials())
+        return
+    with embedded_store(store_folder(output)) as server:
+        yield ObjectStore.connect(server.endpoint, config.bucket, server.access_key, server.secret_key)
+
+
+def store_folder(output: Path) -> Path:
+    """Where the embedded server of an output folder lives."""
+    return output / "store"
+
+
+@contextmanager
+def embedded_store(folder: Path) -> Iterator[ServerInfo]:
+    """A server for `folder` during the block: the one that is up, or a new one."""
+    folder = make_folder(folder)
+    with (folder / "users.lock").open("w") as users:
+        with locked(folder):
+            info = adopt(folder) or launch(folder, keep=False)
+            fcntl.flock(users, fcntl.LOCK_SH)
+        try:
+            yield info
+        finally:
+            with locked(folder):
+                fcntl.flock(users, fcntl.LOCK_UN)
+                current = find_server(folder)
+                if current and not current.keep and is_last(folder):
+                    end(folder, current)
+
+
+def start_server(folder: Path) -> ServerInfo:
+    """Start the server of `folder` and leave it up; one that is up already is taken over."""
+    folder = make_folder(folder)
+    with locked(folder):
+        info = adopt(folder)
+        if info is None:
+            return launch(folder, keep=True)
+        info = replace(info, keep=True)
+        write_info(folder, info)
+        return info
+
+
+def stop_server(folder: Path) -> bool:
+    """Stop the server of `folder`; returns False when there is none."""
+    if not folder.is_dir():
+        return False
+    folder = folder.resolve()
+    with locked(folder):
+        info = find_server(folder)
+        if info is None:
+            return False
+        end(folder, info)
+        return True
+
+
+def make_folder(folder: Path) -> Path:
+    """`folder`, absolute and existing."""
+    folder = folder.resolve()
+    try:
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot make {folder} for the embedded store: {error}. Choose another output.") from error
+    return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Start and stop one at a time; the lock ends with the process that holds it."""
+    with (folder / "server.lock").open("w") as file:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                raise StoreError(f"another process starts or stops the server of {folder} for {LOCK_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
+        yield
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take an exclusive lock if it is free."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_last(folder: Path) -> bool:
+    """Whether no process is inside an `embedded_store` block for `folder`."""
+    with (folder / "users.lock").open("w") as users:
+        return try_lock(users.fileno())

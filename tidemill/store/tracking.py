@@ -1,0 +1,231 @@
+"""One MLflow run per training run: settings, curves, sample answers. A restart goes on in the same run.
+
+Without a tracking server everything stands in `mlflow.db` and `mlartifacts` below `output`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tidemill
+from tidemill.config import RunConfig
+from tidemill.errors import ConfigError
+from tidemill.store.metric_writer import MetricWriter, Point, Spool, Unwritten
+
+METRIC_NAME = re.compile(r"^[A-Za-z0-9_\-. :/]{1,250}$")
+PARAM_LENGTH, PARAMS_PER_CALL = 6000, 100
+FINISH_TIMEOUT_S = 30.0
+TABLES, MAX_TABLES = "mlflow.loggedArtifacts", 50
+OWNED = "tidemill.version"
+"""Tag of a run whose settings are logged; a run made by MLFLOW_RUN_ID's owner does not have it yet."""
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""MLflow's own settings, where the user has not chosen: by default a dead server blocks a call for minutes."""
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """The MLflow run of a training run. Logging returns at once; see `metric_writer` for what happens then.
+
+    Attributes:
+        run_id: of the MLflow run; a checkpoint keeps it for the restart.
+    """
+
+    def __init__(self, client: Any, run_id: str, spool_folder: Path) -> None:
+        self.client, self.run_id = client, run_id
+        self.writer = MetricWriter(self.send, Spool(spool_folder / f"mlflow-spool-{run_id}.jsonl"))
+
+    @classmethod
+    def start(cls, config: RunConfig, run_id: str | None = None) -> Tracker:
+        """Open the run `run_id`, else the one that MLFLOW_RUN_ID names, else a new one.
+
+        Raises:
+            ConfigError: MLflow cannot be reached or refuses.
+        """
+        uri = tracking_uri(config)
+        client = make_client(uri)
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = open_run(client, config, run_id or os.environ.get("MLFLOW_RUN_ID"))
+            if OWNED not in run.data.tags:
+                describe(client, run.info.run_id, config)
+        except MlflowException as error:
+            raise ConfigError("tracking.uri", uri, "an MLflow that answers", f"{error}") from error
+        tracker = cls(client, run.info.run_id, config.folder)
+        tracker.log_text(config.to_yaml(), "config.yaml")
+        return tracker
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record values at a step.
+
+        Raises:
+            ConfigError: MLflow would refuse a name.
+        """
+        now = int(time.time() * 1000)
+        self.writer.add([Point(check_name(key), float(value), now, step) for key, value in metrics.items()])
+
+    def log_text(self, text: str, name: str) -> None:
+        """Store `text` as the artifact `name`, such as `report.md`."""
+        self.writer.submit(name, lambda: self.client.log_text(self.run_id, text, name))
+
+    def log_artifact(self, path: Path, folder: str | None = None) -> None:
+        """Store a file, in a folder of the run's artifacts."""
+        self.writer.submit(path.name, lambda: self.client.log_artifact(self.run_id, str(path), folder))
+
+    def log_table(self, name: str, columns: Mapping[str, Sequence[object]]) -> None:
+        """Store a table, such as sample answers, as `name` ending in `.json`, which MLflow shows as a table."""
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        table = {"columns": list(columns), "data": rows}
+        self.writer.submit(name, lambda: self.store_table(name, table))
+
+    def store_table(self, name: str, table: Mapping[str, object]) -> None:
+        """Upload a table, and list it where MLflow looks for tables.
+
+        `MlflowClient.log_table` does the same through pandas, which takes seconds to import.
+        """
+        self.client.log_dict(self.run_id, table, name)
+        known = json.loads(self.client.get_run(self.run_id).data.tags.get(TABLES, "[]"))
+        if {"path": name, "type": "table"} not in known:
+            listed = [*known, {"path": name, "type": "table"}][-MAX_TABLES:]
+            self.client.set_tag(self.run_id, TABLES, json.dumps(listed))
+
+    def finish(self, status: Status, timeout_s: float = FINISH_TIMEOUT_S) -> Unwritten:
+        """Write what waits and end the run; says what did not reach MLflow in time."""
+        self.writer.submit("status", lambda: self.client.set_terminated(self.run_id, status))
+        unwritten = self.writer.close(timeout_s)
+        if unwritten:
+            log.warning(
+                "MLflow run %s is incomplete: %d points wait in %s for a resume, %d are lost, %d artifacts are missing",
+                *(self.run_id, unwritten.spooled, self.writer.spool.path, unwritten.dropped, unwritten.artifacts),
+            )
+        return unwritten
+
+    def send(self, points: Sequence[Point]) -> None:
+        """One batch to MLflow."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(point.key, point.value, point.milliseconds, point.step) for point in points]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+
+def tracking_uri(config: RunConfig) -> str:
+    """`tracking.uri`, or the SQLite file below `output`."""
+    return config.tracking.uri or f"sqlite:///{config.output.resolve() / 'mlflow.db'}"
+
+
+def make_client(uri: str) -> Any:
+    """An MLflow client that gives up soon.
+
+    Raises:
+        ConfigError: `uri` is not one, or its database cannot be opened.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        if uri.startswith("sqlite:///"):
+            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise ConfigError("tracking.uri", uri, "an MLflow tracking URI that works from here", f"{error}") from error
+
+
+def open_run(client: Any, config: RunConfig, run_id: str | None) -> Any:
+    """The run to write to, RUNNING; a new one if `run_id` is not given or its run was deleted meanwhile."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id is not None:
+        try:
+            run = client.get_run(run_id)
+            if run.info.lifecycle_stage == "active":
+                client.update_run(run_id, status="RUNNING")
+                return run
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        log.warning("the MLflow run %s of this training run does not exist any more; going on in a new one", run_id)
+    return client.create_run(open_experiment(client, config), run_name=config.name)
+
+
+def open_experiment(client: Any, config: RunConfig) -> str:
+    """Id of the experiment, which is made if it does not exist."""
+    from mlflow.exceptions import MlflowException
+
+    name = config.tracking.experiment
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        # A server chooses its own place; without one MLflow would take a folder of the working directory.
+        server = tracking_uri(config).startswith(("http://", "https://", "databricks"))
+        location = None if server else (config.output.resolve() / "mlartifacts").as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=location))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            found = client.get_experiment_by_name(name)  # another run was faster
+    if found.lifecycle_stage != "active":
+        fix = "Restore it with `mlflow experiments restore`, or name another."
+        raise ConfigError("tracking.experiment", name, "an experiment that is not deleted", fix)
+    return str(found.experiment_id)
+
+
+def describe(client: Any, run_id: str, config: RunConfig) -> None:
+    """Log the settings as parameters and where the run comes from as tags, once."""
+    from mlflow.entities import Param, RunTag
+
+    params = [Param(key, value) for key, value in flatten(config.model_dump(mode="json"))]
+    for start in range(0, len(params), PARAMS_PER_CALL):
+        client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
+    tags = {"tidemill.model": config.model, "tidemill.git_revision": git_revision(), OWNED: tidemill.__version__}
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items() if value is not None])
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings as (dotted key, text); what MLflow would cut is left to the artifact `config.yaml`."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and key != "options":
+            yield from flatten(value, f"{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for index, item in enumerate(value):
+                yield from flatten(item, f"{name}.{index}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield name, text if len(text) <= PARAM_LENGTH else "too long: see config.yaml"
+
+
+def git_revision() -> str | None:
+    """Commit of the working directory, `-dirty` with changes; None outside a repository or without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def check_name(name: str) -> str:
+    """A metric name that MLflow takes."""
+    if not METRIC_NAME.match(name) or name.startswith("/") or posixpath.normpath(name) != name:
+        allowed = "up to 250 letters, digits and _ - . space : / as in a relative path"
+        raise ConfigError("metric name", name, allowed, "Rename the metric.")
+    return name

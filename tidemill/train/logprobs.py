@@ -1,0 +1,124 @@
+"""Log-probs of chosen tokens: who sees whom, and a vocabulary projection that never holds all logits.
+
+Shapes: B rows of T columns, U predicting positions, K target tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attention_mask(ends: Tensor) -> Tensor:
+    """`[B, 1, T, T]` bool: column i sees column j exactly if `j <= i < ends[j]` (see `train.batch`).
+
+    A padding column j has `ends[j] = j + 1`: it sees itself, so that no softmax is empty, and nobody sees it.
+
+    Args:
+        ends: `[B, T]` integer.
+    """
+    columns = torch.arange(ends.shape[1], device=ends.device)
+    below_end = columns[:, None] < ends[:, None, None, :]
+    return below_end & (columns[:, None] >= columns)
+
+
+def token_log_probs(
+    hidden: Tensor, weight: Tensor, predictor: Tensor, target_ids: Tensor, *, temperature: float, chunk: int
+) -> Tensor:
+    """Log-softmax of the tempered logits `hidden @ weight.T / temperature` at the target tokens.
+
+    Logits exist for `chunk` positions at a time. When there are more positions than that, the backward pass computes
+    them again; otherwise it uses the probabilities of the forward pass. The product with the vocabulary is computed in
+    the dtype of `hidden`, all else in float32.
+
+    Args:
+        hidden: `[U, H]`, positions that predict something.
+        weight: `[V, H]` of the language model's head.
+        predictor: `[K]` int64, the position that predicts each target; several targets may share one.
+        target_ids: `[K]` int64.
+        temperature: of the distribution the tokens were sampled from.
+        chunk: positions of which logits are held at once.
+
+    Returns:
+        `[K]` float32.
+    """
+    log_probs: Tensor = TokenLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, predictor, target_ids, temperature, chunk
+    )
+    return log_probs
+
+
+class TokenLogProbs(torch.autograd.Function):
+    """See `token_log_probs`.
+
+    With p the softmax of position u and g the incoming gradient of the targets that u predicts, the gradient of u's
+    logits is `sum(g onehot) - sum(g) p`. Its two parts go through the projection apart, because the first touches only
+    the rows of the target tokens; that saves writing all logits once more.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        predictor: Tensor,
+        target_ids: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> Tensor:
+        """Compute chunk after chunk."""
+        scaled, head = (hidden.float() / temperature).to(hidden.dtype), weight.to(hidden.dtype)
+        log_probs = torch.empty(len(predictor), device=hidden.device)
+        kept = []
+        for start in range(0, len(hidden), chunk):
+            logits = (scaled[start : start + chunk] @ head.T).float()
+            chosen, local = targets_of(predictor, start, len(logits))
+            picked = logits[local, target_ids[chosen]]
+            top, index = logits.max(dim=-1, keepdim=True)
+            probs = torch.softmax(logits, dim=-1, out=logits)
+            # log sum exp = max - log p(max); p(max) is at least 1 / V, so nothing underflows.
+            log_sum_exp = (top - probs.gather(-1, index).log()).squeeze(-1)
+            log_probs[chosen] = picked - log_sum_exp[local]
+            kept.append(probs.to(hidden.dtype) if len(hidden) <= chunk else log_sum_exp)
+        ctx.save_for_backward(scaled, weight, predictor, target_ids, *kept)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        """Add up over the chunks, in float32."""
+        (grad,) = gradients
+        scaled, weight, predictor, target_ids, *kept = ctx.saved_tensors
+        head = weight.to(scaled.dtype)
+        total = torch.zeros(len(scaled), device=grad.device).index_add_(0, predictor, grad)
+        pulled = -(total[:, None] * scaled.float())
+        grad_hidden = torch.zeros(scaled.shape, device=grad.device)
+        grad_weight = torch.zeros(weight.shape, device=grad.device)
+        for start, saved in zip(range(0, len(scaled), ctx.chunk), kept, strict=True):
+            part = slice(start, start + ctx.chunk)
+            if len(scaled) <= ctx.chunk:
+                probs = saved
+            else:
+                logits = (scaled[part] @ head.T).float()
+                probs = logits.sub_(saved[:, None]).exp_().to(scaled.dtype)
+            grad_hidden[part] = -(total[part, None] * (probs @ head).float())
+            accumulate(grad_weight, probs.T, pulled[part].to(scaled.dtype))
+        grad_hidden.index_add_(0, predictor, grad[:, None] * weight[target_ids].float())
+        grad_weight.index_add_(0, target_ids, grad[:, None] * scaled[predictor].float())
+        return (grad_hidden / ctx.temperature).to(scaled.dtype), grad_weight.to(weight.dtype), None, None, None, None
+
+
+def targets_of(predictor: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """The targets that positions `[start, start + length)` predict, and from which of these, counted from `start`."""
+    chosen = ((predictor >= start) & (predictor < start + length)).nonzero().squeeze(-1)
+    return chosen, predictor[chosen] - start
+
+
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, also when the factors have another dtype."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,92 @@
+"""Losses of a policy, as pure functions of log-probs.
+
+Every loss is a weighted sum over tokens, divided by the denominator of the whole optimizer step (`step_denominator`).
+A mean over what one call happens to see would give tokens of short micro-batches more weight; a sum over a common
+denominator gives the same gradient for every split into micro-batches and ranks.
+
+Shapes: K target tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# exp of more than this says nothing a clipped ratio does not, and may overflow into an infinity whose gradient is NaN.
+MAX_LOG_RATIO = 20.0
+
+
+def ppo_clip(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    denominator: float,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate loss.
+
+        r = exp(log_prob - old_log_prob)
+        objective = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)     PPO, Schulman et al. 2017, arXiv:1707.06347
+        objective = max(objective, dual_clip A)   where A < 0            dual clip, Ye et al. 2020, arXiv:1912.09729
+        loss = -sum(weight * objective) / denominator
+
+    `clip_high` above `clip_low` is DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476).
+
+    Args:
+        log_probs: `[K]` of the policy that is trained, with gradient.
+        old_log_probs: `[K]` at sampling.
+        advantages: `[K]`.
+        weights: `[K]`.
+        denominator: of the whole optimizer step.
+        clip_low: the ratio is clipped at `1 - clip_low`.
+        clip_high: the ratio is clipped at `1 + clip_high`.
+        dual_clip: bound of the loss per unit of negative advantage, or None.
+
+    Returns:
+        The scalar loss, and sums over tokens that add up over micro-batches and ranks: `tokens`, `ratio`, `clipped`
+        (tokens whose gradient a clip took away) and `kl`, the k3 estimate of KL(old || policy), see `k3`.
+    """
+    log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    plain = ratio * advantages
+    objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    loss = -(weights * objective).sum() / denominator
+    with torch.no_grad():
+        sums = {
+            "tokens": torch.ones_like(ratio).sum(),
+            "ratio": ratio.sum(),
+            "clipped": (objective != plain).to(ratio.dtype).sum(),
+            "kl": k3(log_ratio).sum(),
+        }
+    return loss, sums
+
+
+def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, weights: Tensor, *, denominator: float) -> Tensor:
+    """The k3 estimate of KL(policy || reference), `sum(weight * k3) / denominator`.
+
+    As in GRPO (Shao et al. 2024, arXiv:2402.03300, equation 4); the samples count as the policy's.
+
+    Args:
+        log_probs: `[K]` of the policy that is trained, with gradient.
+        reference_log_probs: `[K]` of the frozen reference.
+        weights: `[K]`.
+        denominator: of the whole optimizer step.
+    """
+    log_ratio = (reference_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (weights * k3(log_ratio)).sum() / denominator
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Schulman's estimator of KL(q || p) for x drawn from q: `(r - 1) - log r` with r = p(x) / q(x).
+
+    It is unbiased and never negative.
+
+    http://joschu.net/blog/kl-approx.html
+    """
+    return torch.expm1(log_ratio) - log_ratio

@@ -1,0 +1,119 @@
+"""The policy's model: loading, what is refused, and its weights as files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tidemill.errors import ModelError
+
+WEIGHTS = "model.safetensors"
+# Tokenizer, chat template and generation config; weights and their index are written anew.
+COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
+WRITTEN = frozenset({"config.json"})
+# Settings that change the logits between the last hidden state and the softmax.
+LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
+    """The causal language model of a Hugging Face folder, in float32, without dropout.
+
+    Raises:
+        ModelError: naming the folder and the cause.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        refuse_unsupported(folder, config.to_dict())
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise ModelError(f"{folder} cannot be loaded as a causal language model: {error}") from error
+    if model.get_output_embeddings().bias is not None:
+        raise ModelError(f"{folder}: a language model head with a bias is not supported")
+    remove_dropout(model)
+    model.train(gradient_checkpointing)  # Transformers recomputes activations in training mode only
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what a packed row with full attention and a plain projection would compute differently.
+
+    Raises:
+        ModelError: naming the setting.
+    """
+    found = [name for name in LOGIT_SETTINGS if config.get(name) is not None]
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        found.append("layer_types")
+    elif config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        found.append("sliding_window")
+    if found:
+        settings = ", ".join(f"{name} = {config[name]!r}" for name in found)
+        raise ModelError(
+            f"{folder}: not supported is {settings}; packed training needs full attention and plain logits"
+        )
+
+
+def remove_dropout(model: nn.Module) -> None:
+    """The engines sample without dropout, so the policy is trained without it."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif "attention_dropout" in vars(module):
+            vars(module)["attention_dropout"] = 0.0
+
+
+def frozen_copy(model: Any) -> Any:
+    """A copy that takes no gradient."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Write one safetensors file, whole or not at all; returns its bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        save_file(dict(tensors), partial, metadata={"format": "pt"})
+        nbytes = partial.stat().st_size
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return nbytes
+
+
+def write_weights(path: Path, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    """Write parameters by their Hugging Face names, as `dtype`; returns the bytes.
+
+    A head that is tied to the embedding is the same parameter and stands under the embedding's name only.
+    """
+    return write_tensors(path, {name: p.detach().to(dtype).contiguous() for name, p in parameters.items()})
+
+
+def write_folder(folder: Path, source: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write a Hugging Face folder: bfloat16 weights, and all else as in the folder the model came from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        copied = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
+        if copied and file.name not in WRITTEN:
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # the older name of the same setting
+    text = json.dumps(config | {"dtype": "bfloat16"}, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    write_weights(folder / WEIGHTS, parameters, torch.bfloat16)

@@ -1,0 +1,291 @@
+"""One data-parallel rank of the policy: forward, loss, gradient, optimizer step, and its files.
+
+Ranks hold the whole model each. A loss is normalised by the denominator of the whole optimizer step, so gradients are
+summed over ranks, not averaged.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from tidemill.config import AlgorithmConfig, TrainerConfig
+from tidemill.errors import RunError
+from tidemill.observe.timings import Timings
+from tidemill.records import Float32Array, Int32Array
+from tidemill.train import state
+from tidemill.train.batch import MicroBatch
+from tidemill.train.logprobs import attention_mask, token_log_probs
+from tidemill.train.losses import kl_penalty, ppo_clip
+from tidemill.train.model import frozen_copy, load_model, write_folder, write_weights
+from tidemill.train.precision import compute_dtype
+
+SUMS = ("loss", "tokens", "ratio", "clipped", "kl")
+BUCKET_BYTES = 64 << 20
+LOGITS_BYTES = 256 << 20
+
+
+class PolicyRank:
+    """The policy on one rank, in float32, with its optimizer."""
+
+    def __init__(
+        self,
+        model_path: str,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        init_method: str | None = None,
+    ) -> None:
+        """Load the model, make the optimizer, and meet the other ranks.
+
+        Args:
+            model_path: Hugging Face folder.
+            trainer: optimizer settings.
+            algorithm: loss settings.
+            temperature: responses were sampled with.
+            seed: of torch's random numbers.
+            rank: this one.
+            world: ranks in all.
+            init_method: where ranks meet, `tcp://host:port`; needed when there are several.
+
+        Raises:
+            ModelError: the folder cannot be loaded, or its architecture is not one this class computes exactly.
+        """
+        if trainer.threads is not None:
+            torch.set_num_threads(trainer.threads)
+        torch.manual_seed(seed)
+        self.model_path, self.trainer, self.algorithm = Path(model_path), trainer, algorithm
+        self.temperature, self.world, self.updates = temperature, world, 0
+        self.device = pick_device(rank)
+        self.dtype = compute_dtype(trainer.precision, self.device)
+        self.model = load_model(self.model_path, trainer.gradient_checkpointing).to(self.device)
+        self.parameters = dict(self.model.named_parameters())
+        self.reference = frozen_copy(self.model) if algorithm.kl_coef > 0 else None
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, fused=True
+        )
+        if world > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            timeout = timedelta(seconds=trainer.get_timeout_s)
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout)
+
+    def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
+        """One optimizer step on this rank's micro-batches, together with all other ranks.
+
+        If no rank has a target there is no gradient: the step is counted and leaves the policy as it is.
+
+        Args:
+            micro_batches: of this rank.
+            denominator: of the whole step, `step_denominator`.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `ratio/mean`, `ratio/clip_fraction`, `kl/old_new`,
+            all over all ranks; `skipped`; `time/forward`, `time/backward`, `time/optimizer` in seconds of this rank.
+
+        Raises:
+            RunError: the gradient is not finite; the parameters are untouched.
+        """
+        timings, sums = Timings(), torch.zeros(len(SUMS), dtype=torch.float64)
+        rate = self.learning_rate()
+        for batch in micro_batches:
+            if len(batch.targets):
+                sums += self.backward(batch, denominator, timings)
+        with timings.phase("optimizer"):
+            sums = self.all_reduce(sums.to(self.device)).cpu()
+            totals = dict(zip(SUMS, sums.tolist(), strict=True))
+            norm = self.step(rate) if totals["tokens"] else 0.0
+        self.updates += 1
+        tokens = max(totals["tokens"], 1.0)
+        return {
+            "loss": totals["loss"],
+            "grad_norm": norm,
+            "lr": rate,
+            "tokens": totals["tokens"],
+            "ratio/mean": totals["ratio"] / tokens if totals["tokens"] else 1.0,
+            "ratio/clip_fraction": totals["clipped"] / tokens,
+            "kl/old_new": totals["kl"] / tokens,
+            "skipped": float(not totals["tokens"]),
+            **timings.metrics(),
+        }
+
+    def learning_rate(self) -> float:
+        """Of the coming update: linear warm-up, then constant."""
+        warmup = self.trainer.warmup_steps
+        return self.trainer.learning_rate * min(1.0, (self.updates + 1) / (warmup + 1))
+
+    def backward(self, batch: MicroBatch, denominator: float, timings: Timings | None = None) -> Tensor:
+        """Add the gradient of one micro-batch; returns its `SUMS`."""
+        timings = timings or Timings()
+        with timings.phase("forward"):
+            loss, sums = self.loss(batch, denominator)
+        with timings.phase("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        return torch.stack([loss.detach(), *(sums[name] for name in SUMS[1:])]).double().cpu()
+
+    def loss(self, batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of one micro-batch and the sums of `ppo_clip`."""
+        log_probs, algorithm = self.forward(self.model, batch), self.algorithm
+        old, advantages, weights = map(
+            self.to_device, (batch.targets.old_log_probs, batch.targets.advantages, batch.targets.weights)
+        )
+        loss, sums = ppo_clip(
+            log_probs,
+            old,
+            advantages,
+            weights,
+            denominator=denominator,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+        )
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = self.forward(self.reference, batch)
+            loss = loss + algorithm.kl_coef * kl_penalty(log_probs, reference, weights, denominator=denominator)
+        return loss, sums
+
+    def forward(self, model: Any, batch: MicroBatch) -> Tensor:
+        """`[K]` float32 log-probs of the targets at the sampling temperature."""
+        unique, inverse = map(self.to_device, batch.predictors())
+        ids, positions, ends, target_ids = (
+            self.to_device(array).long()
+            for array in (batch.token_ids, batch.positions, batch.ends, batch.targets.target_ids)
+        )
+        hidden = self.hidden(model, ids, positions, attention_mask(ends))
+        return self.head(model, hidden.flatten(0, 1)[unique], inverse, target_ids, self.temperature)
+
+    def to_device(self, array: NDArray[Any]) -> Tensor:
+        """An array as a tensor where the model is."""
+        return torch.from_numpy(array).to(self.device)
+
+    def hidden(self, model: Any, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """`[B, T, H]` output of the last layer, normalised."""
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        hidden: Tensor = output.last_hidden_state
+        return hidden.to(self.dtype)
+
+    def head(self, model: Any, hidden: Tensor, predictor: Tensor, target_ids: Tensor, temperature: float) -> Tensor:
+        """`[K]` log-probs from the chosen `[U, H]` hidden states."""
+        weight = model.get_output_embeddings().weight
+        chunk = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
+        return token_log_probs(hidden, weight, predictor, target_ids, temperature=temperature, chunk=chunk)
+
+    def step(self, rate: float) -> float:
+        """Sum the gradients over ranks, clip, and update; returns the norm before clipping."""
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # this rank had nothing to learn from, another one had
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if self.world > 1:
+            self.sum_over_ranks(gradients)
+        norm = get_total_norm(gradients)
+        if not math.isfinite(norm.item()):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise RunError(
+                f"the gradient norm of optimizer step {self.updates + 1} is {norm.item()}; nothing was updated. "
+                "Lower trainer.learning_rate or trainer.max_grad_norm, or look at the rewards of this step."
+            )
+        if norm > self.trainer.max_grad_norm:
+            clip_grads_with_norm_(self.parameters.values(), self.trainer.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+    def sum_over_ranks(self, gradients: Sequence[Tensor]) -> None:
+        """All-reduce in a few large messages."""
+        for bucket in buckets(gradients, BUCKET_BYTES):
+            summed = self.all_reduce(torch.cat([gradient.flatten() for gradient in bucket]))
+            for gradient, part in zip(bucket, torch.split(summed, [g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    @torch.no_grad()
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Float32Array]:
+        """`[K]` log-probs of each micro-batch's targets under the present parameters, at the sampling temperature."""
+        empty = np.zeros(0, np.float32)
+        return [self.forward(self.model, b).cpu().numpy() if len(b.targets) else empty for b in micro_batches]
+
+    @torch.no_grad()
+    def score(self, token_ids: Int32Array) -> Float32Array:
+        """`[T-1]` log-probs of `token_ids[1:]` given what stands before each, at temperature 1."""
+        ids = self.to_device(token_ids).long()
+        positions = torch.arange(len(ids), device=self.device)
+        mask = attention_mask(torch.full_like(ids, len(ids))[None])
+        hidden = self.hidden(self.model, ids[None], positions[None], mask)[0, :-1]
+        scores: Float32Array = self.head(self.model, hidden, positions[:-1], ids[1:], 1.0).cpu().numpy()
+        return scores
+
+    def export(self, path: str | Path, dtype: torch.dtype) -> int:
+        """Write all parameters as one safetensors file of `dtype`, whole or not at all; returns its bytes."""
+        return write_weights(Path(path), self.parameters, dtype)
+
+    def save_model(self, folder: str | Path) -> None:
+        """Write a bfloat16 Hugging Face folder that transformers and vLLM load as it is."""
+        write_folder(Path(folder), self.model_path, self.parameters)
+
+    def save_state(self, folder: str | Path) -> None:
+        """Write parameters, optimizer, progress and random numbers."""
+        state.save_state(Path(folder), self.parameters, self.optimizer, self.updates)
+
+    def load_state(self, folder: str | Path) -> None:
+        """Go on from what `save_state` wrote; the updates that follow are those of a run that never stopped.
+
+        Raises:
+            CheckpointError: it is missing, broken, or the state of another model.
+        """
+        self.updates = state.load_state(Path(folder), self.parameters, self.optimizer)
+
+    def peak_memory_bytes(self) -> int:
+        """Largest memory so far: of tensors on a GPU, else of this process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+def pick_device(rank: int) -> torch.device:
+    """A GPU if there is one; ranks of one process space take one each."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of together at most `nbytes`; a larger one goes alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + tensor.nbytes > nbytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,239 @@
+"""The trainer's loop: one optimizer step after another, each a screen of named phases.
+
+    queue ─► get groups ─► advantages ─► pack ─► update actor ─► acknowledge ─► sync weights ─► checkpoint
+                                                                                   │
+    engines adopt the new version in flight ◄──────────────────────────────────────┘
+
+The class sees only protocols, so the whole loop also runs on the stand-ins of `tidemill.fakes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tidemill.config import RunConfig
+from tidemill.errors import RunError
+from tidemill.observe.metrics import group_metrics
+from tidemill.observe.timings import Timings
+from tidemill.protocols import Delivery, Evaluation, Generation, Lease, Queue
+from tidemill.records import Float32Array, Group
+from tidemill.train.advantages import grpo_advantages
+from tidemill.train.batch import MicroBatch, PackedRow, micro_batches, pack_group, step_denominator
+
+Metrics = dict[str, float]
+
+
+class Ranks(Protocol):
+    """The data-parallel group of trainer processes."""
+
+    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+        """One optimizer step over all ranks; returns loss, gradient norm and ratio statistics."""
+        ...
+
+
+class Publisher(Protocol):
+    """Brings a version to the engines: `sync.synchronizer.Synchronizer`."""
+
+    async def publish(self, version: int, mode: Any) -> Mapping[str, float]:
+        """Export, adopt everywhere, check the canary; returns the timings."""
+        ...
+
+
+class Observer(Protocol):
+    """Whoever is told of progress: the event log and the tracker."""
+
+    def step_finished(self, position: Position, metrics: Metrics) -> None:
+        """An optimizer step is done, with everything that was measured."""
+        ...
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """A held-out score is there."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Something that a person should know and that does not end the run."""
+        ...
+
+
+@dataclass(slots=True)
+class Position:
+    """How far a run is; part of every checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        version: policy version of the engines, the number of weight syncs done.
+        groups: groups trained.
+        response_tokens: sampled tokens trained.
+        max_age: largest age of a trained token so far, in versions.
+        seconds: training time of all attempts of this run.
+    """
+
+    step: int = 0
+    version: int = 0
+    groups: int = 0
+    response_tokens: int = 0
+    max_age: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Trainer:
+    """Consumes groups, learns from them and publishes new versions.
+
+    Attributes:
+        fetch: brings the payload of a delivery here (from Ray's object store, or the identity for fakes).
+        commit: writes a checkpoint for the present position; None trains without checkpoints.
+    """
+
+    config: RunConfig
+    queue: Queue[Any]
+    generation: Generation
+    ranks: Ranks
+    publisher: Publisher
+    observer: Observer
+    fetch: Callable[[Sequence[Delivery[Any]]], Awaitable[list[Group]]]
+    commit: Callable[[Position], Awaitable[None]] | None = None
+    position: Position = field(default_factory=Position)
+
+    async def fit(self) -> None:
+        """Train until the step budget or the data ends.
+
+        Consumes: groups of the queue. Produces: versions, checkpoints, metrics. Waits for: a full batch, at most
+        `trainer.get_timeout_s`.
+
+        Raises:
+            RunError: no batch arrived in time, or a group broke the staleness bound.
+        """
+        while self.position.step < self.config.trainer.steps:
+            timings = Timings()
+            with timings.phase("step"):
+                metrics = await self.fit_step(timings)
+                if metrics is None:
+                    self.observer.notice(f"the data ended after step {self.position.step}")
+                    break
+                await self.after_step(timings)
+            self.position.seconds += timings.seconds["step"]
+            metrics |= timings.metrics() | await self.surroundings()
+            metrics["throughput/tokens_per_second"] = metrics["response/tokens"] / timings.seconds["step"]
+            metrics["idle/trainer"] = timings.seconds["get_groups"] / timings.seconds["step"]
+            self.observer.step_finished(self.position, metrics)
+
+    async def fit_step(self, timings: Timings) -> Metrics | None:
+        """One optimizer step; None when the data has ended."""
+        with timings.phase("get_groups"):
+            lease = await self.get_groups()
+        if not lease.deliveries:
+            return None
+        groups = await self.fetch(lease.deliveries)
+        self.check_age(groups)
+        with timings.phase("advantages"):
+            advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
+        with timings.phase("pack"):
+            batches = micro_batches(
+                self.pack(groups, advantages), self.config.trainer.micro_batch_tokens, self.ranks_count
+            )
+        metrics = group_metrics(groups, self.position.version, advantages)
+        with timings.phase("update_actor"):
+            denominator = step_denominator(groups, self.config.algorithm.aggregation)
+            metrics |= renamed(await self.ranks.update(batches, denominator))
+        await self.queue.acknowledge(lease.lease_id)
+        await self.generation.mark_trained([group.uid for group in groups])
+        self.advance(groups)
+        if self.position.step % self.config.asynchrony.trigger_parameter_sync_step == 0:
+            with timings.phase("sync"):
+                metrics |= await self.sync_weights()
+        return metrics
+
+    @property
+    def ranks_count(self) -> int:
+        """Data-parallel ranks."""
+        return self.config.trainer.ranks
+
+    async def get_groups(self) -> Lease[Any]:
+        """Lease a full batch; what the queue sweeps for its age on the way is issued again.
+
+        The waiting is what `idle/trainer` counts.
+        """
+        count, limit = self.config.required_samples, self.config.trainer.get_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                while True:
+                    lease = await self.queue.lease(count, self.position.version, limit)
+                    if lease.swept:
+                        await self.generation.reissue(lease.swept, "stale")
+                    if lease.deliveries or lease.ended:
+                        return lease
+        except TimeoutError as error:
+            state = {**await self.queue.stats(), **await self.generation.stats()}
+            raise RunError(
+                f"no batch of {count} groups within trainer.get_timeout_s = {limit} s; "
+                f"state of queue and rollouter: {state}"
+            ) from error
+
+    def check_age(self, groups: Sequence[Group]) -> None:
+        """The last guard of the staleness bound; the queue and the admission keep it from ever firing."""
+        bound = self.config.asynchrony.max_staleness
+        for group in groups:
+            age = self.position.version - group.oldest_version
+            if not 0 <= age <= bound:
+                raise RunError(
+                    f"group {group.uid} has age {age} at version {self.position.version}, allowed is 0..{bound}"
+                )
+
+    def pack(self, groups: Sequence[Group], advantages: Sequence[Float32Array]) -> list[PackedRow]:
+        """Rows of all groups, each prompt once; what can have no gradient is left out."""
+        algorithm, limit = self.config.algorithm, self.config.trainer.micro_batch_tokens
+        return [
+            row
+            for group, advantage in zip(groups, advantages, strict=True)
+            for row in pack_group(
+                group, advantage, limit, aggregation=algorithm.aggregation, keep_all=algorithm.kl_coef > 0
+            )
+        ]
+
+    def advance(self, groups: Sequence[Group]) -> None:
+        """Count a finished optimizer step."""
+        position = self.position
+        position.step += 1
+        position.groups += len(groups)
+        position.response_tokens += sum(group.response_tokens for group in groups)
+        position.max_age = max([position.max_age, *(position.version - group.oldest_version for group in groups)])
+
+    async def sync_weights(self) -> Metrics:
+        """Publish the parameters as the next version; generation goes on with it."""
+        version = self.position.version + 1
+        timings = await self.publisher.publish(version, self.config.asynchrony.pause_mode)
+        self.position.version = version
+        await self.generation.begin_version(version)
+        return dict(timings)
+
+    async def after_step(self, timings: Timings) -> None:
+        """Evaluate and checkpoint at the versions that ask for it."""
+        if self.position.step % self.config.asynchrony.trigger_parameter_sync_step:
+            return
+        version, last = self.position.version, self.position.step == self.config.trainer.steps
+        every = self.config.evaluation.every
+        if every and (version % every == 0 or last):
+            with timings.phase("evaluate"):
+                evaluation = await self.generation.evaluate(version)
+            self.observer.evaluated(evaluation)
+        if self.commit and not last and self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
+            with timings.phase("checkpoint"):
+                await self.commit(self.position)
+
+    async def surroundings(self) -> Metrics:
+        """What queue and rollout side say of themselves, under their metric names."""
+        queue, rollout = await asyncio.gather(self.queue.stats(), self.generation.stats())
+        metrics = {f"queue/{name}": value for name, value in queue.items()}
+        metrics |= {name if name.startswith("ledger/") else f"rollout/{name}": value for name, value in rollout.items()}
+        metrics["idle/rollouter"] = metrics.pop("rollout/idle")
+        return metrics
+
+
+def renamed(update: Mapping[str, float]) -> Metrics:
+    """The ranks' report under the names of `docs/metrics.md`."""
+    names = {"loss": "loss/policy", "grad_norm": "loss/grad_norm", "lr": "loss/learning_rate"}
+    return {names.get(name, name if "/" in name else f"update/{name}"): value for name, value in update.items()}
