@@ -15,7 +15,7 @@ CONTEXT = 256
 
 
 def make_tiny_model(folder: Path, seed: int, *, tied: bool = True) -> Path:
-    """A Llama of 2 layers with its tokenizer, as a Hugging Face folder in float32."""
+    """A Llama of 2 layers with its tokenizer, as a Hugging Face folder in float32; it never ends by itself."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -25,9 +25,7 @@ def make_tiny_model(folder: Path, seed: int, *, tied: bool = True) -> Path:
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", pad_token="</s>")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
     return folder
@@ -50,7 +48,7 @@ def tiny_llama(seed: int, *, tied: bool = True) -> Any:
         tie_word_embeddings=tied,
         initializer_range=0.3,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=None,
     )
     return LlamaForCausalLM(config).eval()
 

@@ -88,7 +88,7 @@ def earlier(name: str, output: Path, overrides: list[str]) -> RunConfig:
 
 def launch(config: RunConfig, console: Console) -> int:
     """Run the pipeline and show how it goes; returns the exit status of the command."""
-    with exclusive(config.output, config.name) as lock, TemporaryDirectory(prefix="tidemill-") as scratch:
+    with exclusive(config.output, config.name) as lock, scratch_folder() as scratch:
         settings = config.folder / "config.yaml"
         settings.write_text(config.to_yaml(), encoding="utf-8")
         Failure.forget(config.folder)
@@ -98,7 +98,14 @@ def launch(config: RunConfig, console: Console) -> int:
             f"run {config.name}: everything about it stands in {shown(config.folder)}; Ctrl-C ends it", soft_wrap=True
         )
         with interruptible():
-            return supervise(config, settings, Path(scratch), lock, console)
+            return supervise(config, settings, scratch, lock, console)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder for all processes of the run, with a short name, because sockets are made in it."""
+    with TemporaryDirectory(prefix="tidemill-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @contextmanager
@@ -161,7 +168,16 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
     if status == INTERRUPTED:
         console.print(f"interrupted; `tidemill run --resume {config.name}` goes on from the newest checkpoint")
         return INTERRUPTED
+    if status != 0:
+        keep_ray_logs(scratch, config.folder)
     return report(config, status, console)
+
+
+def keep_ray_logs(scratch: Path, folder: Path) -> None:
+    """Save what Ray wrote before a failure: an actor that was killed says nothing anywhere else."""
+    logs = scratch / "ray" / "session_latest" / "logs"
+    if logs.is_dir():
+        shutil.copytree(logs.resolve(), folder / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
 def watch(config: RunConfig, runner: subprocess.Popen[bytes], console: Console) -> None:

@@ -93,6 +93,15 @@ async def test_score_is_that_of_transformers(engine: VllmEngine) -> None:
     np.testing.assert_allclose(await engine.score(PROMPT), expected_log_probs(0, PROMPT.tolist()), atol=1e-3)
 
 
+async def test_a_stop_string_ends_a_sample(engine: VllmEngine) -> None:
+    free = await engine.generate("u", PROMPT, GREEDY)
+    word = f"w{free[0].token_ids[3]}"
+    stopped = await engine.generate("v", PROMPT, Sampling(n=1, max_tokens=24, temperature=0.0, stop=(word,)))
+    assert (stopped[0].finish_reason, free[0].finish_reason) == ("stop", "length")
+    assert stopped[0].token_ids.tolist() == free[0].token_ids[: len(stopped[0].token_ids)].tolist()
+    assert len(stopped[0].token_ids) <= 4
+
+
 async def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match=r"120 prompt tokens and 24 new ones exceed .* 129 tokens"):
         await engine.generate("p", np.full(120, 3, np.int32), GREEDY)

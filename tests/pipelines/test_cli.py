@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tidemill import __version__
-from tidemill.cli import COMMANDS, build_parser, free_port, main
+from tidemill.arguments import build_parser
+from tidemill.cli import COMMANDS, free_port, main
 from tidemill.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--resume", "addition-9"], "resume = 'addition-9'"),
         (["train", EXAMPLE, "trainer.steps=0"], "trainer.steps = 0"),
         (["evaluate", EXAMPLE, "data.held_out=null", "registry.min_score=null", "evaluation.every=0"], "data.held_out"),
-        (["ui", "--output", "nowhere"], "output = 'nowhere'"),
+        (["ui", "--output", "nowhere"], "nowhere': allowed is a folder of runs with mlflow.db"),
     ],
 )
 def test_misuse_is_one_line_and_status_2(
@@ -76,6 +77,12 @@ def test_debug_shows_the_traceback() -> None:
 def test_model_that_is_not_there_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "nothing"), "hello", "--output", str(tmp_path)]) == 1
     assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_registry_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "models:/addition/1", "hello", "--output", str(tmp_path)]) == 2
+    assert "mlflow.db" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_port_in_use_is_refused_with_what_to_do() -> None:

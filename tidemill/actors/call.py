@@ -10,7 +10,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from tidemill.errors import RunError
 
 T = TypeVar("T")
-CONTROL = "control"  # a concurrency group of its own, so that a thousand open generations cannot starve it
+# Open calls of an asynchronous actor: far more than groups are ever in flight, so that no control call waits for a
+# generation. A concurrency group of Ray would run on an event loop of its own, out of reach of the actor's tasks.
+MAX_CALLS = 100_000
 IO = "io"  # uploads run beside the training step
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from tidemill.actors.call import CONTROL, call
+from tidemill.actors.call import MAX_CALLS, call
 from tidemill.config import RunConfig
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
@@ -37,27 +37,22 @@ class EngineActor:
         """See `Engine`."""
         return await self.engine.score(token_ids)
 
-    @ray.method(concurrency_group=CONTROL)
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine`."""
         await self.engine.abort(request_ids)
 
-    @ray.method(concurrency_group=CONTROL)
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         """See `Engine`."""
         await self.engine.update_weights(update, mode)
 
-    @ray.method(concurrency_group=CONTROL)
     async def version(self) -> int:
         """See `Engine`."""
         return await self.engine.version()
 
-    @ray.method(concurrency_group=CONTROL)
     async def stats(self) -> Mapping[str, float]:
         """See `Engine`."""
         return await self.engine.stats()
 
-    @ray.method(concurrency_group=CONTROL)
     async def shutdown(self) -> None:
         """See `Engine`."""
         await self.engine.shutdown()
@@ -114,8 +109,7 @@ def start_engine(config: RunConfig, model_path: str, index: int) -> RemoteEngine
     options = {
         "num_cpus": 0,
         "num_gpus": gpus_per_engine(config),
-        "max_concurrency": 1000,
-        "concurrency_groups": {CONTROL: 16},
+        "max_concurrency": MAX_CALLS,
         "runtime_env": {"env_vars": engine_environment(config.rollout)},
     }
     actor = ray.remote(EngineActor).options(**options).remote(config, model_path, index)

@@ -151,11 +151,10 @@ def start_ranks(config: RunConfig, model_path: str) -> RemoteRanks:
     options = {
         "num_cpus": 0,
         "num_gpus": 1 if ray.cluster_resources().get("GPU") else 0,
-        "concurrency_groups": {IO: 1},
         # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise.
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}},
     }
-    shell = ray.remote(RankActor).options(**options)
+    shell = ray.remote(concurrency_groups={IO: 1}, **options)(RankActor)
     return RemoteRanks(tuple(shell.remote(config, model_path, rank, init_method) for rank in range(world)))
 
 

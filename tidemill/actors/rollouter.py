@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import ray
 
-from tidemill.actors.call import CONTROL, call
+from tidemill.actors.call import MAX_CALLS, call
 from tidemill.actors.engine import RemoteEngine
 from tidemill.config import RunConfig
 from tidemill.protocols import Evaluation
@@ -31,10 +32,11 @@ class RolloutActor:
         queue: Any,
         ledger: Mapping[str, object] | None,
         version: int,
+        search_path: str,
     ) -> None:
         tokenizer = load_tokenizer(model_path)
         self.prompts = load_prompts(config.data, tokenizer, config.seed)
-        self.rewards = RewardPool(config.rewards)
+        self.rewards = RewardPool(config.rewards, search_path=[search_path])
         total = self.prompts.total
         self.rollouter: Rollouter[Any] = Rollouter(
             config,
@@ -61,42 +63,34 @@ class RolloutActor:
         """See `Generation`."""
         return await self.rollouter.evaluate(version)
 
-    @ray.method(concurrency_group=CONTROL)
     async def begin_version(self, version: int) -> None:
         """See `Generation`."""
         await self.rollouter.begin_version(version)
 
-    @ray.method(concurrency_group=CONTROL)
     async def mark_trained(self, uids: Sequence[int]) -> None:
         """See `Generation`."""
         await self.rollouter.mark_trained(uids)
 
-    @ray.method(concurrency_group=CONTROL)
     async def reissue(self, uids: Sequence[int], reason: str) -> None:
         """See `Generation`."""
         await self.rollouter.reissue(uids, reason)
 
-    @ray.method(concurrency_group=CONTROL)
     async def ledger_state(self) -> Mapping[str, object]:
         """See `Generation`."""
         return await self.rollouter.ledger_state()
 
-    @ray.method(concurrency_group=CONTROL)
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""
         return await self.rollouter.stats()
 
-    @ray.method(concurrency_group=CONTROL)
     async def canary(self) -> Int32Array:
         """`[T]` int32, tokens whose log-probs trainer and engines must agree on."""
         return self.prompts.prompt(0).token_ids
 
-    @ray.method(concurrency_group=CONTROL)
     async def stop(self) -> None:
         """End generation."""
         await self.rollouter.stop()
 
-    @ray.method(concurrency_group=CONTROL)
     async def close(self) -> None:
         """End the reward workers."""
         await self.rewards.close()
@@ -168,6 +162,10 @@ def start_rollouter(
     version: int,
 ) -> RemoteGeneration:
     """Place the rollouter."""
-    options = {"num_cpus": 0, "max_concurrency": 16, "concurrency_groups": {CONTROL: 16}}
-    actor = ray.remote(RolloutActor).options(**options).remote(config, model_path, engines, queue, ledger, version)
+    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
+    actor = (
+        ray.remote(RolloutActor)
+        .options(**options)
+        .remote(config, model_path, engines, queue, ledger, version, os.getcwd())
+    )
     return RemoteGeneration(actor)

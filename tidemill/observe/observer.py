@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from tidemill.config import RunConfig
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseStarted, StepFinished
@@ -40,6 +40,7 @@ class RunObserver:
     def evaluated(self, evaluation: Evaluation) -> None:
         """See `train.trainer.Observer`."""
         self.tracker.log(evaluation.version, {"evaluation/score": evaluation.score})
+        answers = [asdict(answer) for answer in evaluation.answers]
         self.log.write(EvaluationFinished(evaluation.version, evaluation.score, answers, time.time()))
 
     def phase(self, name: str) -> None:

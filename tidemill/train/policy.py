@@ -171,7 +171,7 @@ class PolicyRank:
 
     def to_device(self, array: NDArray[Any]) -> Tensor:
         """An array as a tensor where the model is."""
-        return torch.from_numpy(array).to(self.device)
+        return torch.tensor(array, device=self.device)  # a copy: Ray hands out read-only arrays
 
     def hidden(self, model: Any, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """`[B, T, H]` output of the last layer, normalised."""

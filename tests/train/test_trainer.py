@@ -1,0 +1,151 @@
+"""The trainer's loop over the real rollouter and queue, with ranks that only count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from rollout_rig import LengthReward, Rig, run_config
+
+from tidemill.config import RunConfig
+from tidemill.errors import RunError
+from tidemill.protocols import Delivery, Evaluation, PauseMode, WeightUpdate
+from tidemill.records import Group
+from tidemill.train.batch import MicroBatch
+from tidemill.train.trainer import Metrics, Position, Trainer
+
+
+@dataclass
+class CountingRanks:
+    """Remembers the denominators of the steps."""
+
+    denominators: list[float] = field(default_factory=list)
+
+    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+        self.denominators.append(denominator)
+        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "tokens": 3.0, "ratio/mean": 1.0}
+
+
+@dataclass
+class Engines:
+    """Publishes to the fake engines of a rig."""
+
+    rig: Rig
+    versions: list[int] = field(default_factory=list)
+
+    async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
+        for engine in self.rig.engines:
+            await engine.update_weights(WeightUpdate(version, "", 0), mode)
+        self.versions.append(version)
+        return {"sync/adopt_seconds": 0.0}
+
+
+@dataclass
+class Notes:
+    """Keeps what the trainer reports."""
+
+    steps: list[Metrics] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    def step_finished(self, position: Position, metrics: Metrics) -> None:
+        self.steps.append(metrics)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        raise AssertionError("nothing asks for an evaluation here")
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+async def fetch(deliveries: Sequence[Delivery[bytes]]) -> list[Group]:
+    return [Group.from_bytes(delivery.payload) for delivery in deliveries]
+
+
+def make_trainer(rig: Rig, position: Position | None = None) -> Trainer:
+    return Trainer(
+        rig.config,
+        rig.queue,
+        rig.rollouter,
+        CountingRanks(),
+        Engines(rig),
+        Notes(),
+        fetch,
+        position=position or Position(),
+    )
+
+
+async def fit(trainer: Trainer, rig: Rig) -> None:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        tasks.create_task(rig.rollouter.run())
+        await trainer.fit()
+        await rig.rollouter.stop()
+
+
+async def test_every_step_consumes_a_full_batch_and_publishes_the_next_version() -> None:
+    rig = Rig()
+    trainer = make_trainer(rig)
+    await fit(trainer, rig)
+    assert trainer.position.step == trainer.position.version == 5
+    assert trainer.publisher.versions == [1, 2, 3, 4, 5]
+    assert trainer.position.groups == rig.ledger.trained_count == 20
+
+
+async def test_weights_are_synced_every_trigger_steps() -> None:
+    config = run_config(asynchrony={"trigger_parameter_sync_step": 2}, trainer={"steps": 4})
+    trainer = make_trainer(rig := Rig(config))
+    await fit(trainer, rig)
+    assert (trainer.position.step, trainer.publisher.versions) == (4, [1, 2])
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+async def test_no_trained_token_is_older_than_the_bound(bound: int) -> None:
+    trainer = make_trainer(rig := Rig(run_config(asynchrony={"max_staleness": bound}, trainer={"steps": 8})))
+    await fit(trainer, rig)
+    assert max(metrics["staleness/max"] for metrics in trainer.observer.steps) == trainer.position.max_age <= bound
+
+
+async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
+    trainer = make_trainer(rig := Rig(), Position(version=3))
+    with pytest.raises(RunError, match="age 3 at version 3, allowed is 0..1"):
+        trainer.check_age([await one_group(rig.config)])
+
+
+async def one_group(config: RunConfig) -> Group:
+    rig = Rig(config)
+    run = asyncio.create_task(rig.rollouter.run())
+    lease = await rig.queue.lease(1, 0, 10)
+    await rig.rollouter.stop()
+    await run
+    return (await fetch(lease.deliveries))[0]
+
+
+async def test_the_data_may_end_before_the_steps_do_and_the_rest_is_trained() -> None:
+    config = run_config(data={"train": "x.jsonl", "epochs": 5}, trainer={"steps": 20})
+    trainer = make_trainer(rig := Rig(config, rows=7))
+    await fit(trainer, rig)
+    assert (trainer.position.step, trainer.position.groups) == (9, 35)
+    assert trainer.observer.notices == ["the data ended after step 9"]
+
+
+async def test_a_batch_that_never_comes_names_the_state_of_queue_and_rollouter() -> None:
+    config = run_config(trainer={"steps": 1, "ppo_mini_batch_size": 4, "get_timeout_s": 0.2})
+    trainer = make_trainer(rig := Rig(config, token_delay_s=5.0))
+    with pytest.raises(ExceptionGroup) as failure:
+        await fit(trainer, rig)
+    assert "trainer.get_timeout_s = 0.2 s" in str(failure.value.exceptions[0])
+    assert "generating" in str(failure.value.exceptions[0])
+
+
+async def test_a_run_that_is_complete_does_no_step_after_a_restart() -> None:
+    trainer = make_trainer(rig := Rig(version=5), Position(step=5, version=5))
+    await trainer.fit()
+    assert trainer.observer.steps == [] and rig.ledger.trained_count == 0
+
+
+async def test_step_metrics_have_the_documented_names() -> None:
+    trainer = make_trainer(rig := Rig(rewards=LengthReward()))
+    await fit(trainer, rig)
+    expected = {"reward/mean", "staleness/max", "queue/depth", "idle/trainer", "idle/rollouter", "loss/policy"}
+    assert expected | {"throughput/tokens_per_second", "time/get_groups", "time/step"} <= set(trainer.observer.steps[0])

@@ -1,0 +1,106 @@
+"""The commands, their arguments and their help."""
+
+from __future__ import annotations
+
+import argparse
+
+from tidemill import __version__
+
+DESCRIPTION = "Asynchronous reinforcement learning of language models, as a pipeline."
+EPILOG = """
+A run is one YAML file. Start from one in examples/, and see docs/configuration.md for every key.
+
+  tidemill run examples/addition.yaml                    the whole pipeline, on this machine
+  tidemill run examples/addition.yaml trainer.steps=50   the same with another setting
+  tidemill ui                                            curves and models of all runs, in the browser
+"""
+RUN = """
+Steps: validate, provision, train, evaluate, register; teardown at the end, whatever happens. Every start is a new run
+with a folder of its own, runs/NAME-1, runs/NAME-2 and so on, where config.yaml, log.txt, events.jsonl, summary.json
+and the trained model stand. Ctrl-C ends everything; --resume goes on from the newest checkpoint.
+
+  tidemill run examples/addition.yaml
+  tidemill run examples/addition.yaml seed=3 trainer.learning_rate=2.0e-5 rewards.0.timeout_s=5
+  tidemill run examples/addition.yaml model=/models/mine output=/data/runs
+  tidemill run --resume addition-1
+"""
+TRAIN = """
+Training alone: no pipeline, no registry. With RAY_ADDRESS set it joins that Ray, else it starts one. A second start
+under the same name goes on from the newest checkpoint.
+
+  tidemill train examples/addition.yaml name=probe trainer.steps=5
+"""
+EVALUATE = """
+Answers the held-out prompts of a run file greedily and prints score and answers.
+
+  tidemill evaluate examples/addition.yaml                          the model that the file names
+  tidemill evaluate examples/addition.yaml model=models:/addition/1 a registered version
+"""
+GENERATE = """
+MODEL is a local folder, s3://BUCKET/PREFIX, models:/NAME/VERSION of the registry, or a Hugging Face name.
+
+  tidemill generate models:/addition/1 "Compute 2 + 6. Reply with the number only."
+  tidemill generate runs/addition-1/model "Compute 2 + 6." "Compute 9 + 9." --temperature 1
+"""
+COMPILE = """
+Writes the pipeline as KFP takes it: upload the file in its UI, or `kfp pipeline create -p tidemill FILE`. Its one
+parameter `config` is the text of a run file.
+
+  tidemill compile --output post_training.yaml
+"""
+UI = """
+Serves the MLflow pages of all runs below a folder, until Ctrl-C.
+
+  tidemill ui
+  tidemill ui --output /data/runs --port 5050
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their help."""
+    parser = argparse.ArgumentParser("tidemill", description=DESCRIPTION, epilog=EPILOG, formatter_class=Help)
+    parser.add_argument("--version", action="version", version=f"tidemill {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = add(commands, "run", "run the whole pipeline on this machine", RUN)
+    run.add_argument("file", nargs="?", help="the run, as YAML")
+    run.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help="settings that replace those of the file")
+    run.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
+    run.add_argument("--output", default="runs", help="with --resume: the folder of runs (default: runs)")
+
+    train = add(commands, "train", "train only, without the pipeline around it", TRAIN)
+    evaluate = add(commands, "evaluate", "score a model on held-out prompts", EVALUATE)
+    for command in (train, evaluate):
+        command.add_argument("file", help="the run, as YAML")
+        command.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help="settings that replace the file's")
+
+    generate = add(commands, "generate", "let a model answer", GENERATE)
+    generate.add_argument("model", help="which model")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="what to answer")
+    generate.add_argument("--system", help="system message")
+    generate.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
+    generate.add_argument("--output", default="runs", help="folder of runs with store and registry (default: runs)")
+    generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
+    generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
+
+    compile_ = add(commands, "compile", "write the pipeline for KFP", COMPILE)
+    compile_.add_argument("--output", default="post_training.yaml", help="file (default: post_training.yaml)")
+    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+
+    ui = add(commands, "ui", "open curves and models of all runs", UI)
+    ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
+    ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
+    return parser
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of examples."""
+
+
+def add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, does: str, more: str
+) -> argparse.ArgumentParser:
+    """One command."""
+    return commands.add_parser(name, help=does, description=does.capitalize() + ".", epilog=more, formatter_class=Help)
