@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from tiny_model import CONTEXT, make_tiny_model, tiny_llama, write_weights
 
 from tidemill.config import RolloutConfig
 from tidemill.errors import ConfigError, EngineError, SyncError
-from tidemill.protocols import Sampling
+from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Float32Array
 from tidemill.rollout.engine import VllmEngine
 
@@ -108,8 +109,6 @@ async def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(engine: Vl
 
 
 async def test_a_request_id_in_flight_is_refused(engine: VllmEngine) -> None:
-    import asyncio
-
     task = asyncio.create_task(engine.generate("d", PROMPT, GREEDY))
     await asyncio.sleep(0)
     with pytest.raises(EngineError, match="request d is in flight already"):
@@ -170,3 +169,17 @@ async def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
     engine = VllmEngine(str(make_tiny_model(tmp_path, 0)), rollout, 64, 0, "shared_memory")
     with pytest.raises(ConfigError, match=f"at most the {CONTEXT} tokens"):
         await engine.start()
+
+
+async def test_z_a_killed_engine_fails_what_is_in_flight_and_what_follows(engine: VllmEngine) -> None:
+    """The last test of the file, because the shared engine does not survive it."""
+    task = asyncio.create_task(engine.generate("k", PROMPT, Sampling(n=4, max_tokens=64, temperature=1.0)))
+    await asyncio.sleep(0.1)
+    for pid in below():
+        psutil.Process(pid).kill()
+    with pytest.raises(EngineError, match="request k"):
+        await asyncio.wait_for(task, 30)
+    with pytest.raises(EngineError, match="request late"):
+        await asyncio.wait_for(engine.generate("late", PROMPT, GREEDY), 30)
+    with pytest.raises((SyncError, EngineError)):
+        await engine.update_weights(WeightUpdate(9, "nowhere", 1), "keep")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain
 
 import numpy as np
@@ -10,14 +11,19 @@ from train_rig import batches_of, make_group, make_rollout, random_advantages, r
 
 from tidemill.errors import DataError
 from tidemill.records import Group
-from tidemill.train.batch import MicroBatch, PackedRow, Targets, micro_batches, pack_group, step_denominator
+from tidemill.train.batch import MicroBatch, PackedRow, Targets, grafted, micro_batches, pack_group, step_denominator
 
 ONES = np.ones(8, np.float32)
 
 
 def rows_of_length(*lengths: int) -> list[PackedRow]:
+    """Chains that begin with different tokens."""
     nothing = Targets.join([])
-    return [PackedRow(*[np.full(length, length, np.int32)] * 3, nothing) for length in lengths]
+    rows = []
+    for index, length in enumerate(lengths):
+        ends = np.full(length, length, np.int32)
+        rows.append(PackedRow(np.full(length, index, np.int32), np.arange(length, dtype=np.int32), ends, nothing))
+    return rows
 
 
 def seen_by(row: PackedRow, column: int) -> list[int]:
@@ -25,12 +31,10 @@ def seen_by(row: PackedRow, column: int) -> list[int]:
     return [int(row.token_ids[j]) for j in range(column + 1) if column < row.ends[j]]
 
 
-def sequences(row: PackedRow) -> set[tuple[tuple[int, ...], int]]:
+def sequences(row: PackedRow) -> Counter[tuple[tuple[int, ...], int]]:
     """Every target with what stands before it."""
-    return {
-        (tuple(seen_by(row, int(column))), int(token))
-        for column, token in zip(row.targets.column, row.targets.target_ids, strict=True)
-    }
+    targets = zip(row.targets.column, row.targets.target_ids, strict=True)
+    return Counter((tuple(seen_by(row, int(column))), int(token)) for column, token in targets)
 
 
 def test_the_example_of_the_documentation() -> None:
@@ -49,7 +53,7 @@ def test_a_masked_token_is_context_and_no_target() -> None:
     assert row.token_ids.tolist() == [50, 10, 11]
     assert row.targets.target_ids.tolist() == [10, 12]
     np.testing.assert_allclose(row.targets.old_log_probs, [-1.0, -1.2])
-    assert sequences(row) == {((50,), 10), ((50, 10, 11), 12)}
+    assert sequences(row) == Counter([((50,), 10), ((50, 10, 11), 12)])
 
 
 def test_equal_rollouts_cost_one_and_count_twice() -> None:
@@ -93,20 +97,41 @@ def test_an_empty_prompt_is_refused() -> None:
         pack_group(make_group(7, [], make_rollout([10])), ONES[:1], 9)
 
 
-@given(st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 30))
-def test_every_target_sees_exactly_its_own_prefix(responses: list[list[int]], max_tokens: int) -> None:
-    group = make_group(0, [50, 51], *map(make_rollout, responses))
-    rows = pack_group(group, np.ones(len(responses), np.float32), max_tokens)
-    expected = {((50, 51, *r[:i]), r[i]) for r in responses for i in range(len(r))}
-    assert set().union(*map(sequences, rows)) == expected
-    assert sum(len(row.targets) for row in rows) == sum(map(len, responses))
-    for row in rows:
-        assert all(len(seen_by(row, c)) == row.positions[c] + 1 for c in range(len(row)))
+RESPONSES = st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(3, 4), min_size=1, max_size=4), RESPONSES), min_size=1, max_size=4),
+       st.integers(1, 60))  # fmt: skip
+def test_every_target_sees_exactly_its_own_prefix(
+    prompts: list[tuple[list[int], list[list[int]]]], max_tokens: int
+) -> None:
+    groups = [make_group(i, prompt, *map(make_rollout, responses)) for i, (prompt, responses) in enumerate(prompts)]
+    rows = [row for g in groups for row in pack_group(g, np.ones(len(g.rollouts), np.float32), max_tokens)]
+    expected = Counter(((*p, *r[:i]), r[i]) for p, responses in prompts for r in responses for i in range(len(r)))
+    for tree in (rows, grafted(rows, max_tokens)):
+        assert sum(map(sequences, tree), Counter()) == expected
+        for row in tree:
+            assert all(len(seen_by(row, c)) == row.positions[c] + 1 for c in range(len(row)))
 
 
 def test_micro_batches_pad_little_and_stay_within_the_bound() -> None:
     (share,) = micro_batches(rows_of_length(3, 9, 4, 8, 3), 18, ranks=1)
     assert [batch.token_ids.shape for batch in share] == [(2, 9), (3, 4)]
+
+
+def test_rows_that_begin_alike_are_grafted_where_that_is_cheaper() -> None:
+    groups = [make_group(i, [50, 51, 60 + i], make_rollout([9, 8]), make_rollout([7, 6])) for i in range(3)]
+    rows = [row for group in groups for row in pack_group(group, ONES[:2], 99)]
+    (tree,) = grafted(rows, 99)
+    assert (len(tree), tree.trunk) == (2 + 3 * 3, 2)
+    assert sequences(tree) == sum(map(sequences, rows), Counter())
+    assert [len(row) for row in grafted(rows, 8)] == [8, 5]
+
+
+def test_long_rows_are_not_grafted_for_a_short_beginning() -> None:
+    groups = [make_group(i, [50, 60 + i], make_rollout(list(range(3, 400)))) for i in range(2)]
+    rows = [row for group in groups for row in pack_group(group, ONES[:1], 4096)]
+    assert len(grafted(rows, 4096)) == 2
 
 
 def test_padding_sees_itself_only() -> None:

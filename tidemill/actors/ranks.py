@@ -147,12 +147,12 @@ def start_ranks(config: RunConfig, model_path: str) -> RemoteRanks:
     """Place the trainer ranks; they meet at a port of the first one's host when there are several."""
     world = config.trainer.ranks
     init_method = f"tcp://{ray.util.get_node_ip_address()}:{free_port()}" if world > 1 else None
-    threads = config.trainer.threads
+    # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise; threads that spin would take the cores from the engines.
+    threads = config.trainer.threads or len(os.sched_getaffinity(0))
     options = {
         "num_cpus": 0,
         "num_gpus": 1 if ray.cluster_resources().get("GPU") else 0,
-        # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise.
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}},
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
     }
     shell = ray.remote(concurrency_groups={IO: 1}, **options)(RankActor)
     return RemoteRanks(tuple(shell.remote(config, model_path, rank, init_method) for rank in range(world)))

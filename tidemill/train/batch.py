@@ -12,7 +12,7 @@ what several responses share is computed once. The row lists the tree depth firs
 
 Column i may see column j exactly if i lies in the subtree of j: then j is on the path from the root to i, that is, a
 token of the same sequence that stands before it. The five response tokens are predicted from columns 1 (twice: `a` of
-both), 2 (`b` and `d`), 3 and 4.
+both), 2 (`b` and `d`), 3 and 4. Groups whose prompts begin alike may be grafted onto one tree by the same rule.
 
 Shapes: T columns of a row, K target tokens, B rows of a micro-batch.
 """
@@ -30,6 +30,9 @@ from tidemill.errors import DataError
 from tidemill.records import Float32Array, Group, Int32Array, Rollout, concatenate
 
 Aggregation = Literal["token", "sequence"]
+# What a column costs besides attention, in columns it could attend to instead; about 5 times the hidden size in
+# operations, and less here because dense attention is slower per operation.
+COLUMN_COST = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,25 @@ class PackedRow:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def trunk(self) -> int:
+        """How many leading columns all later columns see."""
+        return int(np.argmin(np.append(self.ends == len(self), False)))
+
+    def graft(self, other: PackedRow, shared: int) -> PackedRow:
+        """One tree out of two whose trunks have the first `shared` columns in common."""
+        shift = len(self) - shared
+        ends = np.concatenate([self.ends, other.ends[shared:] + np.int32(shift)])
+        ends[:shared] = len(ends)
+        column = other.targets.column
+        moved = replace(other.targets, column=np.where(column < shared, column, column + np.int32(shift)))
+        return PackedRow(
+            concatenate([self.token_ids, other.token_ids[shared:]], np.int32),
+            concatenate([self.positions, other.positions[shared:]], np.int32),
+            ends,
+            Targets.join([self.targets, moved]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -104,8 +126,7 @@ class MicroBatch:
     def of(cls, rows: Sequence[PackedRow]) -> MicroBatch:
         """Pad rows to the longest; no rows give an empty micro-batch, which costs nothing."""
         width = max((len(row) for row in rows), default=0)
-        token_ids = np.zeros((len(rows), width), np.int32)
-        positions = np.zeros((len(rows), width), np.int32)
+        token_ids, positions = np.zeros((2, len(rows), width), np.int32)
         ends = np.tile(np.arange(1, width + 1, dtype=np.int32), (len(rows), 1))
         for index, row in enumerate(rows):
             token_ids[index, : len(row)] = row.token_ids
@@ -124,21 +145,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A path from the root: prompt and response of one rollout, up to the last token that predicts something.
+    """A path from the root: prompt and response up to the last token that predicts something.
 
-    Attributes:
-        token_ids: `[L]` int32.
-        targets: their `column` counts along the path.
+    The `column` of its targets counts along the path.
     """
 
     token_ids: Int32Array
     targets: Targets
-
-    def shared(self, other: Branch) -> int:
-        """How many tokens both paths have in common at their start."""
-        length = min(len(self.token_ids), len(other.token_ids))
-        differing = np.flatnonzero(self.token_ids[:length] != other.token_ids[:length])
-        return int(differing[0]) if len(differing) else length
 
 
 def pack_group(
@@ -149,18 +162,18 @@ def pack_group(
     aggregation: Aggregation = "token",
     keep_all: bool = False,
 ) -> list[PackedRow]:
-    """Pack one group into as few rows of at most `max_tokens` as its order allows, each with the prompt.
+    """Pack one group into a row, or into several of at most `max_tokens`, each with the prompt.
 
-    A rollout whose advantage is 0 has no gradient in the policy loss and is left out (it counts in the denominator all
-    the same), unless `keep_all` asks for it because a KL penalty needs every token. A single rollout that is longer
-    than `max_tokens` gets a row of its own.
+    A rollout of advantage 0 has no gradient in the policy loss and is left out (it counts in the denominator all the
+    same), unless `keep_all` asks for it because a KL penalty needs every token. A single rollout that is longer than
+    `max_tokens` gets a row of its own.
 
     Args:
         group: n rollouts of one prompt.
         advantages: `[n]` float32.
         max_tokens: bound of a row.
         aggregation: sets the weights of the targets.
-        keep_all: also pack rollouts of advantage 0.
+        keep_all: for a KL penalty.
 
     Raises:
         DataError: the prompt is empty, so nothing predicts the first response token.
@@ -172,15 +185,13 @@ def pack_group(
         for rollout, advantage in zip(group.rollouts, advantages, strict=True)
         if rollout.loss_mask.any() and (keep_all or advantage != 0)
     ]
-    # In lexicographic order every branch shares the most with its predecessor; big-endian bytes order as numbers do.
-    branches.sort(key=lambda b: b.token_ids.astype(">i4").tobytes())
+    branches.sort(key=lambda b: in_token_order(b.token_ids))
     return [pack_row(part) for part in split(branches, max_tokens)]
 
 
 def branch(prompt: Int32Array, rollout: Rollout, advantage: np.float32, aggregation: Aggregation) -> Branch:
     """The path of one rollout that has at least one token to learn from."""
     learned = np.flatnonzero(rollout.loss_mask)
-    tokens = concatenate([prompt, rollout.token_ids[: learned[-1]]], np.int32)
     weight = 1.0 if aggregation == "token" else 1.0 / len(learned)
     targets = Targets(
         column=(len(prompt) + learned - 1).astype(np.int32),
@@ -189,7 +200,7 @@ def branch(prompt: Int32Array, rollout: Rollout, advantage: np.float32, aggregat
         advantages=np.full(len(learned), advantage, np.float32),
         weights=np.full(len(learned), weight, np.float32),
     )
-    return Branch(tokens, targets)
+    return Branch(concatenate([prompt, rollout.token_ids[: learned[-1]]], np.int32), targets)
 
 
 def split(branches: Sequence[Branch], max_tokens: int) -> list[list[Branch]]:
@@ -197,7 +208,7 @@ def split(branches: Sequence[Branch], max_tokens: int) -> list[list[Branch]]:
     parts: list[list[Branch]] = []
     columns = 0
     for path in branches:
-        added = len(path.token_ids) - (path.shared(parts[-1][-1]) if parts else 0)
+        added = len(path.token_ids) - (common_start(path.token_ids, parts[-1][-1].token_ids) if parts else 0)
         if parts and columns + added <= max_tokens:
             parts[-1].append(path)
             columns += added
@@ -216,7 +227,7 @@ def pack_row(branches: Sequence[Branch]) -> PackedRow:
     columns = np.zeros(0, np.int32)  # of the present path, from the root
     length = 0
     for index, path in enumerate(branches):
-        shared = path.shared(branches[index - 1]) if index else 0
+        shared = common_start(path.token_ids, branches[index - 1].token_ids) if index else 0
         ends[columns[shared:]] = length  # what is not shared has no more descendants
         fresh = np.arange(shared, len(path.token_ids), dtype=np.int32)
         tokens.append(path.token_ids[shared:])
@@ -234,16 +245,14 @@ def micro_batches(rows: Sequence[PackedRow], max_tokens: int, ranks: int) -> lis
     """Share rows out to ranks and stack them to micro-batches.
 
     Rows go longest first to the rank with the fewest tokens so far (LPT; Graham 1969, doi:10.1137/0117039). Each rank
-    then stacks rows of similar length while `B * T` stays within `max_tokens`. All ranks get the same number of
-    micro-batches, if need be empty ones. The same rows in the same order always give the same micro-batches.
+    grafts rows that begin alike onto each other where that saves work, then stacks rows of similar length while
+    `B * T` stays within `max_tokens`. All ranks get the same number of micro-batches, if need be empty ones. The same
+    rows in the same order always give the same micro-batches.
 
     Args:
         rows: of the whole optimizer step.
         max_tokens: bound of a micro-batch, padding included; a longer row goes alone.
-        ranks: data-parallel ranks.
-
-    Returns:
-        A list of micro-batches for each rank.
+        ranks: data-parallel ranks; each gets one list.
     """
     shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
@@ -251,9 +260,27 @@ def micro_batches(rows: Sequence[PackedRow], max_tokens: int, ranks: int) -> lis
         lightest = tokens.index(min(tokens))
         shares[lightest].append(row)
         tokens[lightest] += len(row)
-    batches = [[MicroBatch.of(stack) for stack in stacks(share, max_tokens)] for share in shares]
+    batches = [[MicroBatch.of(stack) for stack in stacks(grafted(share, max_tokens), max_tokens)] for share in shares]
     count = max(len(share) for share in batches)
     return [share + [MicroBatch.of([])] * (count - len(share)) for share in batches]
+
+
+def grafted(rows: Sequence[PackedRow], max_tokens: int) -> list[PackedRow]:
+    """Graft rows onto rows with the same beginning (a system prompt) while that is cheaper and fits; longest first.
+
+    A row of T columns costs about `T * (COLUMN_COST + T)`: attention is computed densely, so long rows are dear.
+    """
+    joined: list[PackedRow] = []
+    for row in sorted(rows, key=lambda r: in_token_order(r.token_ids)):
+        if joined:
+            shared = min(common_start(joined[-1].token_ids, row.token_ids), joined[-1].trunk, row.trunk)
+            length = len(joined[-1]) + len(row) - shared
+            dearer = length**2 - len(joined[-1]) ** 2 - len(row) ** 2
+            if length <= max_tokens and dearer < COLUMN_COST * shared:
+                joined[-1] = joined[-1].graft(row, shared)
+                continue
+        joined.append(row)
+    return sorted(joined, key=len, reverse=True)
 
 
 def stacks(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
@@ -265,6 +292,18 @@ def stacks(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
         else:
             parts.append([row])
     return parts
+
+
+def common_start(one: Int32Array, other: Int32Array) -> int:
+    """How many tokens two sequences have in common at their start."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def in_token_order(token_ids: Int32Array) -> bytes:
+    """Sort key: in lexicographic order each sequence shares the most with its neighbours."""
+    return token_ids.astype(">i4").tobytes()  # big-endian bytes order as the numbers do
 
 
 def step_denominator(groups: Sequence[Group], aggregation: Aggregation) -> float:

@@ -216,7 +216,7 @@ class Trainer:
             return
         version, last = self.position.version, self.position.step == self.config.trainer.steps
         every = self.config.evaluation.every
-        if every and (version % every == 0 or last):
+        if every and version % every == 0 and not last:
             with timings.phase("evaluate"):
                 evaluation = await self.generation.evaluate(version)
             self.observer.evaluated(evaluation)
