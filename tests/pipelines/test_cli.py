@@ -108,3 +108,36 @@ def test_unknown_command_is_refused_with_those_there_are(capsys: pytest.CaptureF
         build_parser().parse_args(["learn"])
     assert caught.value.code == 2
     assert "evaluate" in capsys.readouterr().err
+
+
+QUIET = """
+import os, subprocess, sys
+from tidemill.cli import quiet
+try:
+    with quiet({debug}):
+        print("chatter", flush=True)
+        subprocess.run(["sh", "-c", "echo chatter; echo chatter >&2"])
+        if {fail}:
+            raise ValueError
+except ValueError:
+    print("why", file=sys.stderr)
+print("answer")
+"""
+
+
+def said(*, debug: bool, fail: bool) -> tuple[str, str]:
+    script = QUIET.format(debug=debug, fail=fail)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout, done.stderr
+
+
+def test_chatter_of_libraries_and_their_processes_stays_off_the_screen() -> None:
+    assert said(debug=False, fail=False) == ("answer\n", "")
+
+
+def test_errors_are_still_shown_after_the_chatter() -> None:
+    assert said(debug=False, fail=True) == ("answer\n", "why\n")
+
+
+def test_debug_shows_the_chatter() -> None:
+    assert said(debug=True, fail=False) == ("chatter\nchatter\nanswer\n", "chatter\n")

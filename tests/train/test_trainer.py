@@ -108,7 +108,7 @@ async def test_no_trained_token_is_older_than_the_bound(bound: int) -> None:
 
 async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
     trainer = make_trainer(rig := Rig(), Position(version=3))
-    with pytest.raises(RunError, match="age 3 at version 3, allowed is 0..1"):
+    with pytest.raises(RunError, match=r"age 3 at version 3, allowed is 0\.\.1"):
         trainer.check_age([await one_group(rig.config)])
 
 
