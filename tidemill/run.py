@@ -14,13 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tidemill.actors.engine import RemoteEngine, start_engine
 from tidemill.actors.ranks import RemoteRanks, fetch_groups, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
-from tidemill.cluster.local import ray_session
+from tidemill.cluster.local import ray_session, weights_folder
 from tidemill.config import RunConfig
 from tidemill.observe.events import EventLog
 from tidemill.observe.memory import MemoryMeter
@@ -37,7 +36,6 @@ from tidemill.store.tracking import Tracker
 from tidemill.sync.synchronizer import Synchronizer
 from tidemill.train.trainer import Position, Trainer
 
-SHARED_MEMORY = Path("/dev/shm")
 CLOSE_TIMEOUT_S = 90.0
 UPLOAD_TIMEOUT_S = 3600.0
 SHOWN_SAMPLES = 5
@@ -123,8 +121,8 @@ class Run:
             await ranks.restore(version)
         generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
         await generation.start()
-        folder = SHARED_MEMORY / f"tidemill-{config.name}"
-        publisher = Synchronizer(engines, config.sync, folder, ranks.export, ranks.score, await generation.canary())
+        canary, folder = await generation.canary(), weights_folder(config)
+        publisher = Synchronizer(engines, config.sync, folder, ranks.export, ranks.score, canary)
         return Parts(engines, ranks, queue, generation, publisher)
 
     async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:

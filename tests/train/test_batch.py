@@ -11,7 +11,8 @@ from train_rig import batches_of, make_group, make_rollout, random_advantages, r
 
 from tidemill.errors import DataError
 from tidemill.records import Group
-from tidemill.train.batch import MicroBatch, PackedRow, Targets, grafted, micro_batches, pack_group, step_denominator
+from tidemill.train.batch import MicroBatch, grafted, micro_batches, step_denominator
+from tidemill.train.tree import PackedRow, Targets, pack_group
 
 ONES = np.ones(8, np.float32)
 

@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tidemill.config import AlgorithmConfig, TrainerConfig
 from tidemill.records import Float32Array, Group, Prompt, Rollout, VersionSpan
-from tidemill.train.batch import MicroBatch, micro_batches, pack_group
+from tidemill.train.batch import MicroBatch, micro_batches
 from tidemill.train.policy import PolicyRank
+from tidemill.train.tree import pack_group
 
 VOCABULARY = 97
 TEMPERATURE = 0.7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -46,9 +47,12 @@ class LocalCluster:
 
 
 def weights_folder(config: RunConfig) -> Path:
-    """Where the weights of a new version pass to the engines: in memory, or on disk where there is no /dev/shm."""
-    memory = Path("/dev/shm")
-    return memory / f"tidemill-{config.name}" if memory.is_dir() else config.folder / "weights"
+    """Where the weights of a new version pass to the engines: in memory, or on disk where there is no /dev/shm.
+
+    Runs below different output folders may have the same name and must not meet there.
+    """
+    memory, digest = Path("/dev/shm"), hashlib.sha256(str(config.output.resolve()).encode()).hexdigest()
+    return memory / f"tidemill-{config.name}-{digest[:8]}" if memory.is_dir() else config.folder / "weights"
 
 
 @contextmanager

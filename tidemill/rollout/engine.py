@@ -13,6 +13,7 @@ wait: they finish first.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -268,6 +269,9 @@ class VllmEngine:
             task.cancel()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CONTROL_TIMEOUT_S)
+            # AsyncLLM ends itself a second time when it is collected, and at the interpreter's exit that fails noisily.
+            del llm
+            gc.collect()
         await asyncio.to_thread(end_processes, self._children)
 
     @asynccontextmanager

@@ -1,109 +1,22 @@
-"""Packing: groups become rows, rows become micro-batches.
+"""Micro-batches: packed rows, shared out to ranks and stacked.
 
-A group is packed as one tree. Its prompt is the trunk, and its responses branch where their tokens first differ, so
-what several responses share is computed once. The row lists the tree depth first:
-
-    prompt  p0 p1     responses  a b c | a d e       (the last token of a response predicts nothing and is left out)
-
-    column     0  1  2  3  4
-    token      p0 p1 a  b  d        row
-    position   0  1  2  3  3        distance from the root
-    end        5  5  5  4  5        the subtree of column j is the columns j <= i < end[j]
-
-Column i may see column j exactly if i lies in the subtree of j: then j is on the path from the root to i, that is, a
-token of the same sequence that stands before it. The five response tokens are predicted from columns 1 (twice: `a` of
-both), 2 (`b` and `d`), 3 and 4. Groups whose prompts begin alike may be grafted onto one tree by the same rule.
-
-Shapes: T columns of a row, K target tokens, B rows of a micro-batch.
+Shapes: B rows of T columns, K target tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.errors import DataError
-from tidemill.records import Float32Array, Group, Int32Array, Rollout, concatenate
+from tidemill.records import Group, Int32Array
+from tidemill.train.tree import Aggregation, PackedRow, Targets, common_start, in_token_order
 
-Aggregation = Literal["token", "sequence"]
 # What a column costs besides attention, in columns it could attend to instead; about 5 times the hidden size in
 # operations, and less here because dense attention is slower per operation.
 COLUMN_COST = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """The tokens that a loss is computed for; `[K]` arrays.
-
-    Attributes:
-        column: int32, the column whose output predicts the token.
-        target_ids: int32, the token.
-        old_log_probs: float32, its log-prob when it was sampled.
-        advantages: float32, of its rollout.
-        weights: float32, its weight in the sum over the optimizer step: 1, or for the aggregation "sequence" one
-            over the number of target tokens of its rollout.
-    """
-
-    column: Int32Array
-    target_ids: Int32Array
-    old_log_probs: Float32Array
-    advantages: Float32Array
-    weights: Float32Array
-
-    def __len__(self) -> int:
-        return len(self.column)
-
-    @classmethod
-    def join(cls, parts: Sequence[Targets]) -> Targets:
-        """Concatenate, also of nothing."""
-        return cls(
-            column=concatenate([p.column for p in parts], np.int32),
-            target_ids=concatenate([p.target_ids for p in parts], np.int32),
-            old_log_probs=concatenate([p.old_log_probs for p in parts], np.float32),
-            advantages=concatenate([p.advantages for p in parts], np.float32),
-            weights=concatenate([p.weights for p in parts], np.float32),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """One tree, listed depth first; see the module's docstring.
-
-    Attributes:
-        token_ids, positions, ends: `[T]` int32.
-        targets: what is predicted in this row.
-    """
-
-    token_ids: Int32Array
-    positions: Int32Array
-    ends: Int32Array
-    targets: Targets
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def trunk(self) -> int:
-        """How many leading columns all later columns see."""
-        return int(np.argmin(np.append(self.ends == len(self), False)))
-
-    def graft(self, other: PackedRow, shared: int) -> PackedRow:
-        """One tree out of two whose trunks have the first `shared` columns in common."""
-        shift = len(self) - shared
-        ends = np.concatenate([self.ends, other.ends[shared:] + np.int32(shift)])
-        ends[:shared] = len(ends)
-        column = other.targets.column
-        moved = replace(other.targets, column=np.where(column < shared, column, column + np.int32(shift)))
-        return PackedRow(
-            concatenate([self.token_ids, other.token_ids[shared:]], np.int32),
-            concatenate([self.positions, other.positions[shared:]], np.int32),
-            ends,
-            Targets.join([self.targets, moved]),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,104 +54,6 @@ class MicroBatch:
         flat = self.row.astype(np.int64) * self.token_ids.shape[1] + self.targets.column
         unique, inverse = np.unique(flat, return_inverse=True)
         return unique, inverse.astype(np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A path from the root: prompt and response up to the last token that predicts something.
-
-    The `column` of its targets counts along the path.
-    """
-
-    token_ids: Int32Array
-    targets: Targets
-
-
-def pack_group(
-    group: Group,
-    advantages: Float32Array,
-    max_tokens: int,
-    *,
-    aggregation: Aggregation = "token",
-    keep_all: bool = False,
-) -> list[PackedRow]:
-    """Pack one group into a row, or into several of at most `max_tokens`, each with the prompt.
-
-    A rollout of advantage 0 has no gradient in the policy loss and is left out (it counts in the denominator all the
-    same), unless `keep_all` asks for it because a KL penalty needs every token. A single rollout that is longer than
-    `max_tokens` gets a row of its own.
-
-    Args:
-        group: n rollouts of one prompt.
-        advantages: `[n]` float32.
-        max_tokens: bound of a row.
-        aggregation: sets the weights of the targets.
-        keep_all: for a KL penalty.
-
-    Raises:
-        DataError: the prompt is empty, so nothing predicts the first response token.
-    """
-    if len(group.prompt.token_ids) == 0:
-        raise DataError(f"prompt {group.uid} (row {group.prompt.row}) has no tokens; a response needs one before it")
-    branches = [
-        branch(group.prompt.token_ids, rollout, advantage, aggregation)
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-        if rollout.loss_mask.any() and (keep_all or advantage != 0)
-    ]
-    branches.sort(key=lambda b: in_token_order(b.token_ids))
-    return [pack_row(part) for part in split(branches, max_tokens)]
-
-
-def branch(prompt: Int32Array, rollout: Rollout, advantage: np.float32, aggregation: Aggregation) -> Branch:
-    """The path of one rollout that has at least one token to learn from."""
-    learned = np.flatnonzero(rollout.loss_mask)
-    weight = 1.0 if aggregation == "token" else 1.0 / len(learned)
-    targets = Targets(
-        column=(len(prompt) + learned - 1).astype(np.int32),
-        target_ids=rollout.token_ids[learned],
-        old_log_probs=rollout.log_probs[learned],
-        advantages=np.full(len(learned), advantage, np.float32),
-        weights=np.full(len(learned), weight, np.float32),
-    )
-    return Branch(concatenate([prompt, rollout.token_ids[: learned[-1]]], np.int32), targets)
-
-
-def split(branches: Sequence[Branch], max_tokens: int) -> list[list[Branch]]:
-    """Cut sorted branches into consecutive parts whose trees have at most `max_tokens` columns."""
-    parts: list[list[Branch]] = []
-    columns = 0
-    for path in branches:
-        added = len(path.token_ids) - (common_start(path.token_ids, parts[-1][-1].token_ids) if parts else 0)
-        if parts and columns + added <= max_tokens:
-            parts[-1].append(path)
-            columns += added
-        else:
-            parts.append([path])
-            columns = len(path.token_ids)
-    return parts
-
-
-def pack_row(branches: Sequence[Branch]) -> PackedRow:
-    """List the tree of sorted branches depth first."""
-    tokens: list[Int32Array] = []
-    positions: list[Int32Array] = []
-    targets: list[Targets] = []
-    ends = np.zeros(sum(len(path.token_ids) for path in branches), np.int32)
-    columns = np.zeros(0, np.int32)  # of the present path, from the root
-    length = 0
-    for index, path in enumerate(branches):
-        shared = common_start(path.token_ids, branches[index - 1].token_ids) if index else 0
-        ends[columns[shared:]] = length  # what is not shared has no more descendants
-        fresh = np.arange(shared, len(path.token_ids), dtype=np.int32)
-        tokens.append(path.token_ids[shared:])
-        positions.append(fresh)
-        columns = concatenate([columns[:shared], fresh - shared + length], np.int32)
-        targets.append(replace(path.targets, column=columns[path.targets.column]))
-        length += len(fresh)
-    ends[columns] = length
-    return PackedRow(
-        concatenate(tokens, np.int32), concatenate(positions, np.int32), ends[:length], Targets.join(targets)
-    )
 
 
 def micro_batches(rows: Sequence[PackedRow], max_tokens: int, ranks: int) -> list[list[MicroBatch]]:
@@ -292,18 +107,6 @@ def stacks(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
         else:
             parts.append([row])
     return parts
-
-
-def common_start(one: Int32Array, other: Int32Array) -> int:
-    """How many tokens two sequences have in common at their start."""
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length
-
-
-def in_token_order(token_ids: Int32Array) -> bytes:
-    """Sort key: in lexicographic order each sequence shares the most with its neighbours."""
-    return token_ids.astype(">i4").tobytes()  # big-endian bytes order as the numbers do
 
 
 def step_denominator(groups: Sequence[Group], aggregation: Aggregation) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def attention_mask(ends: Tensor) -> Tensor:
-    """`[B, 1, T, T]` bool: column i sees column j exactly if `j <= i < ends[j]` (see `train.batch`).
+    """`[B, 1, T, T]` bool: column i sees column j exactly if `j <= i < ends[j]` (see `train.tree`).
 
     A padding column j has `ends[j] = j + 1`: it sees itself, so that no softmax is empty, and nobody sees it.
 

@@ -21,7 +21,8 @@ from tidemill.observe.timings import Timings
 from tidemill.protocols import Delivery, Evaluation, Generation, Lease, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.train.advantages import grpo_advantages
-from tidemill.train.batch import MicroBatch, PackedRow, micro_batches, pack_group, step_denominator
+from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
+from tidemill.train.tree import PackedRow, pack_group
 
 Metrics = dict[str, float]
 

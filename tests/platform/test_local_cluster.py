@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tidemill.cluster.local import LocalCluster, ray_session, weights_folder
+from tidemill.config import RunConfig, parse_config
+from tidemill.errors import ConfigError, StoreError
+from tidemill.store.server import store_folder
+from tidemill.store.weed import find_server
+
+SESSION = """
+import sys
+import psutil, ray
+from tidemill.cluster.local import ray_session
+from tidemill.config import load_config
+
+config = load_config(sys.argv[1], ["cluster.cpus=3"])
+try:
+    with ray_session(config):
+        print(int(ray.cluster_resources()["CPU"]))
+        left = psutil.Process().children(recursive=True)
+        raise KeyError
+except KeyError:
+    pass
+psutil.wait_procs(left, timeout=30)
+print(len(left) > 3, [process for process in left if process.is_running()])
+"""
+
+
+def test_store_stays_up_between_provision_and_teardown_and_both_may_be_repeated(addition: RunConfig) -> None:
+    cluster = LocalCluster(addition)
+    try:
+        endpoint = cluster.provision()
+        assert cluster.provision() == endpoint
+        server = find_server(store_folder(addition.output))
+        assert server is not None and server.endpoint == endpoint
+    finally:
+        cluster.teardown()
+    cluster.teardown()
+    assert not psutil.pid_exists(server.pid)
+
+
+def test_teardown_frees_the_memory_of_weights_that_a_killed_process_left(addition: RunConfig) -> None:
+    folder = weights_folder(addition)
+    folder.mkdir(parents=True)
+    (folder / "version-3.safetensors").write_bytes(b"weights")
+    LocalCluster(addition).teardown()
+    assert not folder.exists()
+
+
+def test_store_that_does_not_answer_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", "a")
+    monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "b")
+    with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
+        LocalCluster(parse_config(addition.to_yaml(), ["store.endpoint=http://127.0.0.1:1"])).provision()
+
+
+def test_existing_cluster_needs_its_address(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    existing = parse_config(addition.to_yaml(), ["cluster.provider=existing"])
+    with pytest.raises(ConfigError, match="RAY_ADDRESS"), ray_session(existing):
+        pass
+
+
+@pytest.mark.slow
+def test_ray_ends_with_the_session_also_after_an_error() -> None:
+    example = Path(__file__).parents[2] / "examples/addition.yaml"
+    command = [sys.executable, "-c", SESSION, str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n")[:2] == ["3", "True []"]
+
+
+def test_runs_of_one_name_below_different_folders_do_not_share_weights(addition: RunConfig, tmp_path: Path) -> None:
+    other = addition.model_copy(update={"output": tmp_path / "elsewhere"})
+    assert weights_folder(other) != weights_folder(addition)
