@@ -22,7 +22,7 @@ from tidemill.store.weed import find_binary
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 RAY_OBJECT_STORE = GIB // 2
-PROCESS = GIB  # what a process with torch and vLLM imported takes before it holds a model
+PROCESS = 3 * GIB // 2  # what a process with torch and vLLM imported takes before it holds a model
 TRAINING_BYTES_PER_WEIGHT = 16  # fp32 weight, gradient and two moments of AdamW
 CHECKPOINT_BYTES_PER_WEIGHT = 12
 EXPORTED_BYTES_PER_WEIGHT = 2

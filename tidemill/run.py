@@ -39,6 +39,7 @@ from tidemill.train.trainer import Position, Trainer
 CLOSE_TIMEOUT_S = 90.0
 UPLOAD_TIMEOUT_S = 3600.0
 SHOWN_SAMPLES = 5
+PHASES = ("get_groups", "update_actor", "sync", "evaluate", "checkpoint")  # of a step; they do not overlap
 
 
 def train(config: RunConfig) -> Summary:
@@ -215,7 +216,7 @@ class Run:
             samples=samples(before),
             skipped=Counter(dict(self.ledger.get("quarantined", {})).values()),
             dropped=dict(self.ledger.get("dropped", {})),
-            phase_seconds=seconds,
+            phase_seconds={name: seconds[name] for name in PHASES if name in seconds},
         )
 
 

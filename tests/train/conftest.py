@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from train_rig import save_llama
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny products are slower on several threads, far slower on a busy machine."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,7 @@ def test_gradient_checkpointing_changes_nothing(llama: Path) -> None:
 
 def test_padding_never_reaches_the_parameters(llama: Path) -> None:
     rank = make_rank(llama)
-    groups = [make_group(0, [5], make_rollout([6])), make_group(1, [5] * 9, make_rollout([7] * 20))]
+    groups = [make_group(0, [5], make_rollout([6])), make_group(1, [8] * 9, make_rollout([7] * 20))]
     (batches,) = batches_of(groups, [np.ones(1, np.float32)] * 2, 200)
     assert batches[0].token_ids.shape == (2, 28)
     found = gradients(rank, batches, 1.0)

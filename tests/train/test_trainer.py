@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from rollout_rig import LengthReward, Rig, run_config
@@ -147,5 +149,11 @@ async def test_a_run_that_is_complete_does_no_step_after_a_restart() -> None:
 async def test_step_metrics_have_the_documented_names() -> None:
     trainer = make_trainer(rig := Rig(rewards=LengthReward()))
     await fit(trainer, rig)
+    table = Path(__file__).parents[2].joinpath("docs/metrics.md").read_text(encoding="utf-8")
+    documented = "|".join(
+        re.sub("PART|REASON", "[^/]+", name) for name in re.findall(r"`([a-z_]+/[a-zA-Z_/]+)`", table)
+    )
+    unknown = [name for name in trainer.observer.steps[0] if not re.fullmatch(documented, name)]
+    assert unknown == []
     expected = {"reward/mean", "staleness/max", "queue/depth", "idle/trainer", "idle/rollouter", "loss/policy"}
     assert expected | {"throughput/tokens_per_second", "time/get_groups", "time/step"} <= set(trainer.observer.steps[0])

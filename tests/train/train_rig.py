@@ -38,10 +38,29 @@ def save_llama(folder: Path, *, tied: bool = True, hidden_size: int = 64, seed: 
     return folder
 
 
-def make_rank(folder: Path, algorithm: AlgorithmConfig | None = None, **trainer: object) -> PolicyRank:
-    """A rank alone; learning rate 1e-2 so that an update moves the log-probs visibly."""
-    settings = TrainerConfig.model_validate({"steps": 8, "precision": "float32", "learning_rate": 1e-2} | trainer)
-    return PolicyRank(str(folder), settings, algorithm or AlgorithmConfig(), temperature=TEMPERATURE, seed=3)
+def make_rank(
+    folder: Path,
+    algorithm: AlgorithmConfig | None = None,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    init_method: str | None = None,
+    **trainer: object,
+) -> PolicyRank:
+    """A float32 rank; learning rate 1e-2 so that an update moves the log-probs visibly."""
+    settings = TrainerConfig.model_validate(
+        {"steps": 8, "precision": "float32", "learning_rate": 1e-2, "threads": 1} | trainer
+    )
+    return PolicyRank(
+        str(folder),
+        settings,
+        algorithm or AlgorithmConfig(),
+        temperature=TEMPERATURE,
+        seed=3,
+        rank=rank,
+        world=world,
+        init_method=init_method,
+    )
 
 
 def make_rollout(token_ids: Sequence[int], mask: Sequence[float] | None = None, reward: float = 0.0) -> Rollout:
@@ -65,7 +84,7 @@ def make_group(uid: int, prompt: Sequence[int], *rollouts: Rollout) -> Group:
 
 
 def random_groups(count: int, seed: int = 0) -> list[Group]:
-    """Groups of four, lengths that differ, a third of the tokens masked out, first tokens drawn from two values."""
+    """Groups of four, all with the same first tokens; lengths differ, and a third of the response tokens is masked."""
     rng = np.random.default_rng(seed)
     groups = []
     for uid in range(count):
@@ -76,7 +95,8 @@ def random_groups(count: int, seed: int = 0) -> list[Group]:
             mask = rng.random(len(tokens)) > 1 / 3
             mask[-1] = index > 0
             rollouts.append(make_rollout(tokens.tolist(), mask.astype(float).tolist(), float(index % 2)))
-        groups.append(make_group(uid, rng.integers(3, VOCABULARY, int(rng.integers(2, 8))).tolist(), *rollouts))
+        prompt = [90, 91, *rng.integers(3, VOCABULARY, int(rng.integers(1, 6))).tolist()]
+        groups.append(make_group(uid, prompt, *rollouts))
     return groups
 
 
