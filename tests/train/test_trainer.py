@@ -41,7 +41,7 @@ class Engines:
         for engine in self.rig.engines:
             await engine.update_weights(WeightUpdate(version, "", 0), mode)
         self.versions.append(version)
-        return {"sync/adopt_seconds": 0.0}
+        return {"time/sync_adopt": 0.0}
 
 
 @dataclass

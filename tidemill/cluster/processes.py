@@ -46,7 +46,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def collect_orphans(own: int) -> None:
+def collect_orphans(own: int | None = None) -> None:
     """Collect adopted processes that have ended, so that whoever waits for one sees it go; `own` is left alone."""
     while True:
         try:
@@ -81,6 +81,7 @@ def end_descendants(grace_s: float, spare: int | None = None) -> int:
                 signal_process(process, kill=late)
         asked.update(living)
         psutil.wait_procs(living, timeout=POLL_S)
+    collect_orphans()
     return len(asked)
 
 
