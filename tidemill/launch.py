@@ -33,7 +33,7 @@ from tidemill.cluster.processes import adopt_orphans, collect_orphans, end_desce
 from tidemill.config import RunConfig, load_config, parse_config
 from tidemill.errors import ConfigError, RunError
 from tidemill.failure import Failure
-from tidemill.observe.events import RunFailed, follow
+from tidemill.observe.events import RunFailed, follow, read_events
 from tidemill.observe.progress import Progress
 from tidemill.observe.report import Summary, render
 from tidemill.steps import teardown
@@ -156,8 +156,9 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
     """Start the runner, watch it to its end, clean up, and report."""
     status = None
     try:
+        earlier_events = len(read_events(config.folder / "events.jsonl"))  # of a run that goes on
         runner = start_runner(settings, scratch, lock)
-        watch(config, runner, console)
+        watch(config, runner, console, earlier_events)
         status = runner.returncode
     except KeyboardInterrupt:
         console.print("stopping the run ...")
@@ -166,7 +167,8 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
         with undisturbed():
             clean_up(config)
     if status == INTERRUPTED:
-        console.print(f"interrupted; `tidemill run --resume {config.name}` goes on from the newest checkpoint")
+        resume = f"{program()} run --resume {config.name}{elsewhere(config)}"
+        console.print(f"interrupted; `{resume}` goes on from the newest checkpoint", soft_wrap=True)
         return INTERRUPTED
     if status != 0:
         keep_ray_logs(scratch, config.folder)
@@ -180,11 +182,12 @@ def keep_ray_logs(scratch: Path, folder: Path) -> None:
         shutil.copytree(logs.resolve(), folder / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
-def watch(config: RunConfig, runner: subprocess.Popen[bytes], console: Console) -> None:
+def watch(config: RunConfig, runner: subprocess.Popen[bytes], console: Console, earlier_events: int) -> None:
     """Show every event until the runner ends, or a step has failed in a way that another try cannot mend."""
+    log = config.folder / "events.jsonl"
     with Progress(console) as progress:
-        for event in follow(config.folder / "events.jsonl", End(runner, config.folder)):
-            if not isinstance(event, RunFailed):  # the report says it, and more
+        for number, event in enumerate(follow(log, End(runner, config.folder))):
+            if number >= earlier_events and not isinstance(event, RunFailed):  # the report says it, and more
                 progress.handle(event)
 
 
@@ -245,6 +248,8 @@ def generate_command(config: RunConfig, summary: Summary) -> str:
 def program() -> str:
     """How this program was called, in the shortest form that works again."""
     called = Path(sys.argv[0])
+    if called.suffix == ".py":
+        return f"{shown(Path(sys.executable))} -m tidemill.cli"
     found = shutil.which("tidemill")
     return "tidemill" if found and Path(found).samefile(called) else str(shown(called))
 
@@ -268,9 +273,14 @@ def tail_of(text: str, lines: int = 20) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within the body a termination or a lost terminal raises KeyboardInterrupt, as Ctrl-C does."""
+    """Within the body a termination or a lost terminal raises KeyboardInterrupt, as Ctrl-C does.
+
+    Only the first: a second one could hit before the cleaning up has begun, and end it there.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        for every in SIGNALS:
+            signal.signal(every, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in SIGNALS}

@@ -40,6 +40,11 @@ def test_process_that_lost_its_parent_in_another_session_is_found_and_ended() ->
     assert not psutil.pid_exists(pid)
 
 
+def test_ended_process_is_not_left_for_the_system_to_collect() -> None:
+    out = reap(SLEEP, "import psutil; end_descendants(5.0); print(psutil.Process().children())")
+    assert out.split()[-1] == "[]"
+
+
 def test_process_that_ignores_the_request_is_killed() -> None:
     started = time.monotonic()
     out = reap(STUBBORN, "time.sleep(1); end_descendants(0.5); print(pid)")

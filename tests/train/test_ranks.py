@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from tidemill.train.batch import step_denominator
 
 DEADLINE_S = 120
 STEPS = 2
+# Small, because Adam turns the rounding of a gradient near zero into a step of this size.
+LEARNING_RATE = 1e-4
 
 
 def step_data(step: int) -> tuple[list[Group], list[Float32Array], float]:
@@ -27,14 +30,16 @@ def step_data(step: int) -> tuple[list[Group], list[Float32Array], float]:
 
 def train_rank(folder: str, out: str, rank: int, world: int, port: int) -> None:
     """What a process runs; the last step has no target on any rank."""
-    policy = make_rank(Path(folder), rank=rank, world=world, init_method=f"tcp://127.0.0.1:{port}")
-    results = []
+    meeting = f"tcp://127.0.0.1:{port}"
+    policy = make_rank(Path(folder), rank=rank, world=world, init_method=meeting, learning_rate=LEARNING_RATE)
+    norms = []
     for step in range(STEPS):
         groups, advantages, denominator = step_data(step)
         shares = batches_of(groups, advantages, 1 << 10, world)
-        results.append(policy.update(shares[rank], denominator))
+        norms.append(policy.update(shares[rank], denominator)["grad_norm"])
     assert policy.update([], 5.0)["skipped"] == 1
     policy.export(Path(out) / f"rank{rank}", torch.float32)
+    Path(out, f"rank{rank}.json").write_text(json.dumps(norms))
     policy.close()
 
 
@@ -55,10 +60,12 @@ def test_two_ranks_update_as_one_does(llama: Path, tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
-    alone = make_rank(llama)
+    alone, norms = make_rank(llama, learning_rate=LEARNING_RATE), []
     for step in range(STEPS):
         groups, advantages, denominator = step_data(step)
-        alone.update(batches_of(groups, advantages, 1 << 10)[0], denominator)
+        norms.append(alone.update(batches_of(groups, advantages, 1 << 10)[0], denominator)["grad_norm"])
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == pytest.approx(norms, rel=1e-5)
     first, second = (load_file(tmp_path / f"rank{rank}") for rank in range(2))
     for name, parameter in alone.parameters.items():
         assert torch.equal(first[name], second[name])

@@ -72,8 +72,9 @@ class VllmEngine:
         before = set(children())
         try:
             async with asyncio.timeout(self._rollout.start_timeout_s):
-                self._llm = await asyncio.to_thread(self._load)
+                await asyncio.to_thread(self._load)
                 await self._label_first_version()
+            self._open.set()
         except TimeoutError as error:
             raise EngineError(
                 f"the engine for {self._model_path} was not ready within rollout.start_timeout_s = "
@@ -85,11 +86,10 @@ class VllmEngine:
             raise EngineError(f"vLLM could not start with {self._model_path}: {error}") from error
         finally:
             self._children = [child for child in children() if child not in before]
-            if self._llm is None:
-                await asyncio.to_thread(end_processes, self._children)
-        self._open.set()
+            if not self._open.is_set():
+                await self.shutdown()
 
-    def _load(self) -> Any:
+    def _load(self) -> None:
         os.environ.update(engine_environment(self._rollout))
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -103,7 +103,7 @@ class VllmEngine:
         )
         self._context, self._max_sequences = settings["max_model_len"], settings["max_num_seqs"]
         transfer = WeightTransferConfig(backend={"shared_memory": BACKEND}[self._transport])
-        return AsyncLLM.from_engine_args(
+        self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=self._model_path, seed=self._seed, weight_transfer_config=transfer, **settings)
         )
 
@@ -269,6 +269,8 @@ class VllmEngine:
             task.cancel()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CONTROL_TIMEOUT_S)
+            # vLLM closes its sockets and leaves their context open.
+            await asyncio.to_thread(llm.engine_core.resources.ctx.destroy, 0)
             # AsyncLLM ends itself a second time when it is collected, and at the interpreter's exit that fails noisily.
             del llm
             gc.collect()

@@ -187,6 +187,7 @@ class Rollouter(Generic[Ref]):
             self._streak.rewarded()
         except FlightFailure as failure:
             if self._flights.get(flight.uid) is flight:  # else abandoned, and accounted for already
+                del self._flights[flight.uid]
                 self._failed(flight, failure)
             return
         self._watchdog.progress()
