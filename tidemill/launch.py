@@ -275,10 +275,11 @@ def tail_of(text: str, lines: int = 20) -> str:
 def interruptible() -> Iterator[None]:
     """Within the body a termination or a lost terminal raises KeyboardInterrupt, as Ctrl-C does.
 
-    Only the first: a second one could hit before the cleaning up has begun, and end it there.
+    Only the first: a second one could end the cleaning up before it has begun, or the exit after it.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        before.clear()
         for every in SIGNALS:
             signal.signal(every, signal.SIG_IGN)
         raise KeyboardInterrupt
