@@ -78,7 +78,7 @@ class RolloutConfig(Section):
     """Responses per prompt (n); a group needs at least two for its baseline."""
     max_new_tokens: Positive = 1024
     """Response budget in tokens."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Sampling temperature; log-probs are those of the tempered distribution on both sides."""
     top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
     """Only 1.0: truncated sampling biases the importance ratio unless the sampling mask is replayed."""
@@ -138,9 +138,9 @@ class AlgorithmConfig(Section):
     """Clipped surrogate (Schulman et al. 2017, arXiv:1707.06347)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
     """The ratio is clipped above at 1 + clip_high; a larger value than clip_low is DAPO's clip-higher."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 3.0
     """Bound of the loss for negative advantages (Ye et al. 2020, arXiv:1912.09729); null leaves it out."""
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || reference); above 0 a frozen copy of the first policy is kept."""
@@ -165,7 +165,7 @@ class TrainerConfig(Section):
     """Optimizer steps of linear warm-up; constant after."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Gradients are clipped to this global norm."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision over fp32 master weights; auto takes bfloat16 where the processor computes in it."""
@@ -184,7 +184,7 @@ class SyncConfig(Section):
     """A tensor file in memory that trainer and engines of one host map."""
     timeout_s: Seconds = 300.0
     """A publication that takes longer fails the run."""
-    canary_max_gap: Annotated[float, Field(gt=0)] | None = 0.5
+    canary_max_gap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5
     """After every sync the trainer's and the engine's log-probs of the same tokens may differ by this much in the
     mean; a wider gap fails the run. Null skips the check."""
 
