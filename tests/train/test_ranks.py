@@ -19,7 +19,7 @@ from tidemill.train.batch import step_denominator
 DEADLINE_S = 120
 STEPS = 2
 # Small, because Adam turns the rounding of a gradient near zero into a step of this size.
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 2e-5
 
 
 def step_data(step: int) -> tuple[list[Group], list[Float32Array], float]:
