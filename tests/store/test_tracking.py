@@ -69,7 +69,8 @@ def test_a_restart_goes_on_in_the_same_run(mlflow_config: RunConfig) -> None:
 
 def test_the_run_of_the_environment_is_used(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     client = make_client(tracking_uri(mlflow_config))
-    made = client.create_run(client.create_experiment("pipeline"))
+    artifacts = str(mlflow_config.output / "artifacts")
+    made = client.create_run(client.create_experiment("pipeline", artifact_location=artifacts))
     monkeypatch.setenv("MLFLOW_RUN_ID", made.info.run_id)
     tracker = Tracker.start(mlflow_config)
     tracker.finish("FINISHED")
