@@ -71,8 +71,8 @@ def cpu_settings(rollout: RolloutConfig) -> dict[str, Any]:
     """Settings that only the CPU backend needs."""
     return {
         "enforce_eager": True,
-        # vLLM's choice for the CPU puts the model in a process of its own below the scheduler's: 1 GiB and 9 s of start
-        # more, and on two cores half the tokens a second.
+        # vLLM's choice for the CPU puts the model in a process of its own below the scheduler's: 1 GiB of memory and
+        # several seconds of start more, and slower for the messages between the two.
         **({} if rollout.tensor_parallel_size > 1 else {"distributed_executor_backend": SINGLE_PROCESS}),
         "block_size": CPU_BLOCK_SIZE,
         "max_num_batched_tokens": CPU_STEP_TOKENS,
