@@ -11,7 +11,7 @@ what several responses share is computed once. The row lists the tree depth firs
     end        5  5  5  4  5        the subtree of column j is the columns j <= i < end[j]
 
 Column i may see column j exactly if i lies in the subtree of j: then j is on the path from the root to i, that is, a
-token of the same sequence that stands before it. The five response tokens are predicted from columns 1 (twice: `a` of
+token of the same sequence that stands before it. The six response tokens are predicted from columns 1 (twice: `a` of
 both), 2 (`b` and `d`), 3 and 4. Groups whose prompts begin alike may be grafted onto one tree by the same rule.
 
 Shapes: T columns of a row, K target tokens.
