@@ -77,9 +77,9 @@ def main() -> None:
     for seed in range(arguments.seeds):
         summaries[seed] = run_seed(arguments.config, seed, arguments.output, arguments.overrides)
         show(summaries)
-    if arguments.json:
-        measured = [asdict(row) for seed, summary in summaries.items() for row in rows(seed, summary)]
-        arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
+        if arguments.json:  # after every seed, so that a run that fails takes nothing with it
+            measured = [asdict(row) for seed, summary in summaries.items() for row in rows(seed, summary)]
+            arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

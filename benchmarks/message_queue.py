@@ -26,8 +26,8 @@ import ray
 from ray import cloudpickle
 from ray.util.queue import Full, Queue
 
+from tidemill.actors.queue import RemoteQueue, start_queue
 from tidemill.protocols import Delivery
-from tidemill.queue.message_queue import ActorQueue, start_queue
 from tidemill.records import Group, Prompt, Rollout, VersionSpan
 
 CAPACITY = 64
@@ -76,12 +76,12 @@ def make_group(uid: int, response_tokens: int, n: int = 8, prompt_tokens: int = 
     return Group(Prompt(uid, uid, random.integers(0, 50_000, prompt_tokens, dtype=np.int32), "question"), rollouts)
 
 
-async def put_ours(queue: ActorQueue, group: Group, timeout_s: float = DEADLINE_S) -> None:
+async def put_ours(queue: RemoteQueue, group: Group, timeout_s: float = DEADLINE_S) -> None:
     blob = group.to_bytes()
     await queue.put([Delivery(group.header(len(blob)), ray.put(blob))], timeout_s)
 
 
-async def take_ours(queue: ActorQueue, count: int) -> list[int]:
+async def take_ours(queue: RemoteQueue, count: int) -> list[int]:
     uids: list[int] = []
     while len(uids) < count:
         lease = await queue.lease(min(BATCH, count - len(uids)), 0, DEADLINE_S)

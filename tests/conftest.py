@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.config import RunConfig, load_config
+from tidemill.config import RunConfig
+from tidemill.run_file import load_config
 
 ROOT = Path(__file__).parents[1]
 

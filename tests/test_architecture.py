@@ -17,7 +17,7 @@ HEAVY = ("torch", "ray", "vllm", "kfp", "mlflow")
 # Lowest first: a module may import from its own layer and from those below. The longest matching prefix counts.
 LAYERS = (
     ("tidemill", "tidemill.arguments", "tidemill.errors", "tidemill.records"),
-    ("tidemill.config", "tidemill.failure"),
+    ("tidemill.config", "tidemill.run_file", "tidemill.failure"),
     (
         "tidemill.protocols",
         "tidemill.rollout.staleness",
@@ -53,7 +53,7 @@ PURE = LAYERS[0] + LAYERS[1] + LAYERS[2]
 HOMES = {
     "vllm": ("tidemill.rollout.engine", "tidemill.rollout.generate", "tidemill.sync"),
     "kfp": ("tidemill_components", "tidemill_pipelines"),
-    "ray": ("tidemill.actors", "tidemill.cluster", "tidemill.queue", "tidemill.run"),
+    "ray": ("tidemill.actors", "tidemill.cluster", "tidemill.run"),
     "mlflow": ("tidemill.store",),
     "minio": ("tidemill.store",),
 }

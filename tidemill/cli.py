@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     """The whole pipeline."""
     from rich.console import Console
 
-    from tidemill.config import load_config
     from tidemill.launch import earlier, fresh, launch
+    from tidemill.run_file import load_config
 
     need_kfp()
     overrides = list(arguments.overrides)
@@ -48,13 +48,16 @@ def train(arguments: argparse.Namespace) -> int:
     """The engine alone."""
     from rich.console import Console
 
-    from tidemill.config import load_config
+    from tidemill.run_file import load_config
 
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
-    config = load_config(arguments.file, [*provider, *arguments.overrides])
     from tidemill.launch import show
+    from tidemill.preflight import check_restart
     from tidemill.run import train as run_train
+    from tidemill.store.locate import pin_model
 
+    config = pin_model(load_config(arguments.file, [*provider, *arguments.overrides]))
+    check_restart(config)
     config.folder.mkdir(parents=True, exist_ok=True)
     show(config, run_train(config), Console())
     return 0
@@ -62,7 +65,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score and answers of a model."""
-    from tidemill.config import load_config
+    from tidemill.run_file import load_config
     from tidemill.steps import score
 
     config = load_config(arguments.file, arguments.overrides)

@@ -1,18 +1,18 @@
 """RunConfig: every knob of a run, typed, documented and checked before anything is paid for.
 
-A run is one YAML file plus `key.path=value` overrides. Unknown keys and impossible combinations are refused
-with the key, the value, what is allowed and what to do. `docs/configuration.md` is generated from this file.
+Impossible combinations are refused with the key, the value, what is allowed and what to do. `run_file.py` reads the
+settings of a run from its file; `docs/configuration.md` is generated from this one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tidemill.errors import ConfigError
 
@@ -34,7 +34,7 @@ class DataConfig(Section):
 
     train: str
     """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file), `hf://DATASET:SPLIT`,
-    or `reasoning_gym://TASK`."""
+    or `reasoning_gym://TASK`. The last two take options of their own: `reasoning_gym://TASK?seed=2&size=50`."""
     held_out: str | None = None
     """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
     prompt_key: str = "prompt"
@@ -51,7 +51,8 @@ class DataConfig(Section):
     epochs: Positive | None = None
     """Passes over the data; null repeats them until `trainer.steps` is reached."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a reasoning-gym task, such as `size` and `seed`."""
+    """Keyword arguments of `reasoning_gym.create_dataset`, such as `size` and `seed`, or of `datasets.load_dataset`,
+    such as `name`; for both sources, where their own options do not say otherwise."""
 
 
 class RewardConfig(Section):
@@ -186,7 +187,8 @@ class SyncConfig(Section):
     """A publication that takes longer fails the run."""
     canary_max_gap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5
     """After every sync the trainer's and the engine's log-probs of the same tokens may differ by this much in the
-    mean; a wider gap fails the run. Null skips the check."""
+    mean, in nats; a wider gap fails the run. The first sync shows how much of a gap is rounding and lowers the bound to
+    0.01 plus ten times that. Null skips the check."""
 
 
 class EvaluationConfig(Section):
@@ -333,127 +335,8 @@ class RunConfig(Section):
         return self
 
     def to_yaml(self) -> str:
-        """The resolved settings, as a file that `load_config` reads back to an equal RunConfig."""
+        """The resolved settings, as a file that `run_file.load_config` reads back to an equal RunConfig."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply `key.path=value` overrides and validate.
-
-    Files that the config names are taken relative to the config file's folder; `output` to the working directory.
-
-    Raises:
-        ConfigError: naming key, value, what is allowed and what to do.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), "a readable YAML file", f"{error}.") from error
-    return parse_config(text, overrides, base=path.resolve().parent)
-
-
-def parse_config(text: str, overrides: Sequence[str] = (), *, base: Path | None = None) -> RunConfig:
-    """Parse YAML text as `load_config` does a file; relative data files are looked up below `base`."""
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError("config", text[:40], "valid YAML", f"{error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError("config", type(tree).__name__, "a mapping of settings", "Start from examples/addition.yaml.")
-    for override in overrides:
-        apply_override(tree, override)
-    if base is not None:
-        anchor_data_files(tree, base)
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise explain(error) from error
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `key.path=value` in the tree; the value is YAML, a number in the path indexes a list."""
-    path, equals, value = override.partition("=")
-    keys = path.split(".")
-    if not equals or not all(keys):
-        raise ConfigError("override", override, "key.path=value", "For example trainer.steps=50.")
-    node: Any = tree
-    for depth, key in enumerate(keys[:-1]):
-        node = descend(node, key, ".".join(keys[: depth + 1]), override)
-    last: str | int = keys[-1]
-    if isinstance(node, list):
-        last = list_index(node, keys[-1], path, override)
-    elif not isinstance(node, dict):
-        raise ConfigError(
-            "override", override, f"a key below a section, and {path} is below a value", "Check the path."
-        )
-    try:
-        node[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(path, value, "a YAML value", f"{error}") from error
-
-
-def descend(node: Any, key: str, path: str, override: str) -> Any:
-    """The child of `node`; a missing or null section is made, so that a config file may leave it out."""
-    if isinstance(node, list):
-        return node[list_index(node, key, path, override)]
-    if not isinstance(node, dict):
-        raise ConfigError("override", override, f"a key below a section, and {path} is a value", "Check the path.")
-    if node.get(key) is None:
-        node[key] = {}
-    return node[key]
-
-
-def list_index(node: list[Any], key: str, path: str, override: str) -> int:
-    """`key` as an index into `node`."""
-    if not key.isdecimal() or int(key) >= len(node):
-        raise ConfigError("override", override, f"an index below {len(node)} at {path}", "Count from 0.")
-    return int(key)
-
-
-def anchor_data_files(tree: dict[str, Any], base: Path) -> None:
-    """Make the relative file names in `data` absolute."""
-    data = tree.get("data")
-    if not isinstance(data, dict):
-        return
-    for key in ("train", "held_out"):
-        source = data.get(key)
-        if isinstance(source, str) and "://" not in source:
-            data[key] = str(base / source)
-
-
-def explain(error: ValidationError) -> ConfigError:
-    """Turn pydantic's first finding into one message for the user."""
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return cause
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        allowed = ", ".join(sibling_keys(first["loc"]))
-        return ConfigError(key, first["input"], f"one of the keys {allowed}", "Remove it or mend the spelling.")
-    if first["type"] == "missing":
-        return ConfigError(key, None, "a value; it has no default", "Add it to the config file.")
-    more = len(error.errors()) - 1
-    rest = f" ({more} more settings are wrong.)" if more else ""
-    return ConfigError(
-        key, first["input"], first["msg"].removeprefix("Input should be "), f"See docs/configuration.md.{rest}"
-    )
-
-
-def sibling_keys(loc: Sequence[int | str]) -> list[str]:
-    """The keys that the section at `loc[:-1]` has."""
-    section: type[BaseModel] = RunConfig
-    for part in loc[:-1]:
-        if isinstance(part, str):
-            section = section_of(section, part)
-    return list(section.model_fields)
-
-
-def section_of(section: type[BaseModel], key: str) -> type[BaseModel]:
-    """The class of the section under `key`."""
-    annotation = section.model_fields[key].annotation
-    return RewardConfig if not isinstance(annotation, type) or not issubclass(annotation, BaseModel) else annotation
 
 
 def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:

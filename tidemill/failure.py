@@ -28,7 +28,8 @@ class Failure:
         message: its text.
         expected: whether it is one of Tidemill's own errors, whose text says it all.
         passing: whether another try may succeed.
-        trace: the traceback.
+        origin: the traceback of the innermost error, such as the one of the worker that failed.
+        trace: the whole traceback.
     """
 
     step: str
@@ -36,6 +37,7 @@ class Failure:
     message: str
     expected: bool
     passing: bool
+    origin: str
     trace: str
 
     @classmethod
@@ -47,6 +49,7 @@ class Failure:
             message=str(error) or type(error).__name__,
             expected=isinstance(error, TidemillError),
             passing=isinstance(error, PASSING),
+            origin="".join(traceback.format_exception(innermost(error), chain=False)),
             trace=traceback.format_exc(),
         )
 
@@ -76,6 +79,13 @@ class Failure:
     def forget(folder: Path) -> None:
         """Remove the record: the step is tried again, or has succeeded."""
         (folder / FILE).unlink(missing_ok=True)
+
+
+def innermost(error: BaseException) -> BaseException:
+    """Where a chain of causes begins; an error of Ray there holds the traceback of the worker in its text."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 @contextmanager

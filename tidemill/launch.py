@@ -30,13 +30,15 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill.cluster.processes import adopt_orphans, collect_orphans, end_descendants
-from tidemill.config import RunConfig, load_config, parse_config
+from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.failure import Failure
-from tidemill.observe.events import RunFailed, follow, read_events
+from tidemill.observe.events import follow, read_events
 from tidemill.observe.progress import Progress
 from tidemill.observe.report import Summary, render
+from tidemill.run_file import load_config, parse_config
 from tidemill.steps import teardown
+from tidemill.store.checkpoint import has_checkpoints
 from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
 
@@ -49,6 +51,7 @@ INTERRUPTED = 130
 def fresh(config: RunConfig) -> RunConfig:
     """The settings under the first free name `NAME-1`, `NAME-2`, ..., whose folder is made.
 
+    A name is free when there is no folder of it and the store has no checkpoint of it, which would be resumed.
     The model is registered under the name as it was, so that the versions of several runs stand together.
 
     Raises:
@@ -60,6 +63,8 @@ def fresh(config: RunConfig) -> RunConfig:
         tree = config.model_dump(mode="json") | {"name": f"{config.name}-{number}", "output": str(output)}
         tree["registry"]["model"] = config.registered_model
         named = parse_config(yaml.safe_dump(tree))
+        if not named.folder.exists() and has_checkpoints(named):
+            continue
         try:
             named.folder.mkdir(parents=True)
         except FileExistsError:
@@ -187,7 +192,7 @@ def watch(config: RunConfig, runner: subprocess.Popen[bytes], console: Console, 
     log = config.folder / "events.jsonl"
     with Progress(console) as progress:
         for number, event in enumerate(follow(log, End(runner, config.folder))):
-            if number >= earlier_events and not isinstance(event, RunFailed):  # the report says it, and more
+            if number >= earlier_events:
                 progress.handle(event)
 
 
@@ -228,7 +233,7 @@ def report(config: RunConfig, status: int | None, console: Console) -> int:
     if failure is None:
         said = f"the pipeline failed; the end of its log:\n{tail_of(log.read_text(encoding='utf-8', errors='replace'))}"
     else:
-        said = f"{failure.step} failed: {failure.message if failure.expected else tail_of(failure.trace)}"
+        said = f"{failure.step} failed: {failure.message if failure.expected else tail_of(failure.origin)}"
     console.print(Text(said, style="bold red"), Text(f"log: {shown(log)}"), sep="\n", soft_wrap=True)
     return 1
 

@@ -12,9 +12,10 @@ import psutil
 from safetensors import safe_open
 
 from tidemill.config import RunConfig
-from tidemill.errors import RunError
+from tidemill.errors import ConfigError, RunError
 from tidemill.rollout.rewards import resolve
 from tidemill.rollout.sources import load_rows
+from tidemill.store.checkpoint import has_checkpoints
 from tidemill.store.models import default_cache, looks_like_hub_name, resolve_model
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.weed import find_binary
@@ -71,6 +72,20 @@ def check_store(config: RunConfig) -> None:
         find_binary()
     else:
         ObjectStore.connect(config.store.endpoint, config.store.bucket, *credentials())
+
+
+def check_restart(config: RunConfig) -> None:
+    """Refuse to go on with a run that has checkpoints, where the settings say so.
+
+    Not where the checkpoints are used: a second try of the same run may go on.
+
+    Raises:
+        ConfigError: there are some and `checkpoint.resume` is `never`.
+        StoreError: the store cannot be reached.
+    """
+    if config.checkpoint.resume == "never" and has_checkpoints(config):
+        fix = "Take another name, or let it resume."
+        raise ConfigError("checkpoint.resume", "never", f"auto, because {config.name} has checkpoints", fix)
 
 
 @dataclass(frozen=True, slots=True)

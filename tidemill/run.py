@@ -10,23 +10,25 @@ The driver process holds the schedule and nothing heavy: engines, rollouter, que
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.actors.engine import RemoteEngine, start_engine
+from tidemill.actors.queue import RemoteQueue, start_queue
 from tidemill.actors.ranks import RemoteRanks, fetch_groups, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
-from tidemill.cluster.local import ray_session, weights_folder
+from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
+from tidemill.errors import ConfigError, RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.memory import MemoryMeter
 from tidemill.observe.observer import RunObserver
 from tidemill.observe.report import Sample, Summary
 from tidemill.protocols import Evaluation
-from tidemill.queue.message_queue import ActorQueue, start_queue
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.locate import locate_model
 from tidemill.store.models import ResolvedModel
@@ -37,8 +39,10 @@ from tidemill.sync.synchronizer import Synchronizer
 from tidemill.train.trainer import Position, Trainer
 
 CLOSE_TIMEOUT_S = 90.0
+PLACE_TIMEOUT_S = 60.0  # to find places for the actors, besides their own start
 UPLOAD_TIMEOUT_S = 3600.0
 SHOWN_SAMPLES = 5
+LOG = logging.getLogger(__name__)
 PHASES = ("get_groups", "update_actor", "sync", "evaluate", "checkpoint")  # of a step; they do not overlap
 
 
@@ -60,17 +64,27 @@ class Parts:
 
     engines: list[RemoteEngine]
     ranks: RemoteRanks
-    queue: ActorQueue
+    queue: RemoteQueue
     generation: RemoteGeneration
     publisher: Synchronizer
 
     async def close(self) -> None:
         """Stop generation and free the engines; Ray ends the processes after that."""
+        try:
+            await attempt("stopping the generation", self.generation.stop())
+            await attempt("ending the reward workers", self.generation.close())
+            await asyncio.gather(*(attempt(f"ending {engine.name}", engine.shutdown()) for engine in self.engines))
+        finally:
+            self.publisher.close()
+
+
+async def attempt(what: str, work: Awaitable[None]) -> None:
+    """Await a part of the cleaning up; a failure is logged, because it must not hide why the run ends."""
+    try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await self.generation.stop()
-            await self.generation.close()
-            await asyncio.gather(*(engine.shutdown() for engine in self.engines))
-        self.publisher.close()
+            await work
+    except (TidemillError, TimeoutError) as error:
+        LOG.warning("%s failed: %r", what, error)
 
 
 @dataclass(slots=True)
@@ -112,16 +126,17 @@ class Run:
         observer.phase(
             f"load {config.model} ({self.model.source}) into {config.rollout.engines} engine(s) and the trainer"
         )
+        check_gpus(config)
         engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
         ranks = start_ranks(config, path)
         queue = start_queue(config.queue_capacity, config.asynchrony.max_staleness, config.queue.when_full)
-        await asyncio.gather(ranks.ready(), *(engine.start() for engine in engines))
+        await loaded(config, [ranks.load(), *(engine.start() for engine in engines)])
         version = restart.position.version if restart else 0
         if restart:
             observer.phase(f"resume from version {version}")
             await ranks.restore(version)
         generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
-        await generation.start()
+        await loaded(config, [generation.start()])
         canary, folder = await generation.canary(), weights_folder(config)
         publisher = Synchronizer(engines, config.sync, folder, ranks.export, ranks.score, canary)
         return Parts(engines, ranks, queue, generation, publisher)
@@ -133,7 +148,7 @@ class Run:
             return restart.held_out_before if restart else None
         observer.phase("score the held-out prompts before training")
         before = await parts.generation.evaluate(0)
-        observer.evaluated(before)
+        observer.evaluated(0, before)
         return before
 
     def make_trainer(
@@ -170,7 +185,8 @@ class Run:
                 await trainer.fit()
                 await parts.generation.stop()
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            first = group.exceptions[0]
+            raise first from first.__cause__  # where a remote traceback stands
 
     async def finish(self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None) -> str:
         """Commit the last version and export the model; returns the model's URI."""
@@ -218,6 +234,39 @@ class Run:
             dropped=dict(self.ledger.get("dropped", {})),
             phase_seconds={name: seconds[name] for name in PHASES if name in seconds},
         )
+
+
+async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]]) -> None:
+    """Wait until all of `parts` have loaded.
+
+    Raises:
+        RunError: not within `rollout.start_timeout_s`, for example because the cluster has no place for an actor.
+    """
+    limit = config.rollout.start_timeout_s + PLACE_TIMEOUT_S
+    try:
+        async with asyncio.timeout(limit):
+            await asyncio.gather(*parts)
+    except TimeoutError as error:
+        raise RunError(
+            f"engines, trainer and rollouter were not ready within {limit:g} s (rollout.start_timeout_s = "
+            f"{config.rollout.start_timeout_s:g} and time to place them); the cluster has {cluster_resources()}"
+        ) from error
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Refuse a cluster with fewer GPUs than the run has places for, where an actor would wait for ever.
+
+    Raises:
+        ConfigError: the cluster has GPUs, and not enough.
+    """
+    rollout, there = config.rollout, int(cluster_resources().get("GPU", 0))
+    needed = rollout.engines * rollout.tensor_parallel_size + config.trainer.ranks
+    if 0 < there < needed:
+        allowed = (
+            f"a number for which {there} GPUs suffice: every engine takes rollout.tensor_parallel_size = "
+            f"{rollout.tensor_parallel_size}, every trainer rank one, {needed} in all"
+        )
+        raise ConfigError("rollout.engines", rollout.engines, allowed, "Run on more GPUs, or with fewer engines.")
 
 
 def samples(before: Evaluation | None) -> tuple[Sample, ...]:

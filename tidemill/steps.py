@@ -18,14 +18,15 @@ from typing import Any
 from rich.console import Console
 
 from tidemill.cluster.local import LocalCluster
-from tidemill.config import RunConfig, parse_config
+from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.failure import recorded
-from tidemill.observe.events import EventLog, Notice, PhaseStarted, read_events
+from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
 from tidemill.observe.report import Summary, render
-from tidemill.preflight import check_inputs, check_model, check_room, check_store, count_weights
+from tidemill.preflight import check_inputs, check_model, check_restart, check_room, check_store, count_weights
 from tidemill.protocols import Answer, Evaluation
-from tidemill.store.locate import Locator, locate_model
+from tidemill.run_file import parse_config
+from tidemill.store.locate import Locator, locate_model, pin_model
 
 LogMetric = Callable[[str, float], None]
 STEPS = ("validate", "provision", "train", "evaluate", "register")
@@ -36,14 +37,18 @@ def step(name: str, run: RunConfig) -> Iterator[EventLog]:
     """Announce a step, and record why it fails."""
     with EventLog(run.folder / "events.jsonl") as log, recorded(name, run.folder):
         log.write(PhaseStarted(name))
-        yield log
+        try:
+            yield log
+        except Exception as error:
+            log.write(PhaseFailed(name, str(error) or type(error).__name__))
+            raise
 
 
 def validate(config: str) -> str:
     """Refuse a run that cannot succeed: settings, prompts, rewards, model, store and room on this machine.
 
     Returns:
-        The settings with every default, as YAML.
+        The settings with every default, as YAML; an alias of the registry is replaced by the version that it names now.
 
     Raises:
         TidemillError: naming what is wrong and what to do.
@@ -53,8 +58,10 @@ def validate(config: str) -> str:
         check_inputs(run)
         check_model(run)
         check_store(run)
+        check_restart(run)
         check_room(run, weights=0)
-    return run.to_yaml()
+        pinned = pin_model(run)
+    return pinned.to_yaml()
 
 
 def provision(config: str) -> str:
@@ -102,11 +109,13 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
         JSON of `protocols.Evaluation`, or `null` without `data.held_out`.
     """
     run = parse_config(config)
-    with step("evaluate", run):
-        model_uri = Summary.from_json(summary).model_uri
-        if run.data.held_out is None or model_uri is None:
+    trained = Summary.from_json(summary)
+    with step("evaluate", run) as log:
+        if run.data.held_out is None or trained.model_uri is None:
             return "null"
-        evaluation = score(run, model_uri)
+        evaluation = score(run, trained.model_uri)
+        answers = [asdict(answer) for answer in evaluation.answers]
+        log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
     log_metric("held_out_score", evaluation.score)
     return json.dumps(asdict(evaluation))
 
@@ -137,7 +146,9 @@ def register(config: str, summary: str, evaluation: str, report_path: str) -> st
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.reason('model_version')}"))
         final.write(run.folder / "summary.json")
-        Path(report_path).write_text(as_markdown(final), encoding="utf-8")
+        report = as_markdown(final)
+        Path(report_path).write_text(report, encoding="utf-8")
+        track_end(run, final, read_evaluation(evaluation), report)
     return final.to_json()
 
 
@@ -178,6 +189,19 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
     tags = {} if summary.checkpoint_uri is None else {"checkpoint_uri": summary.checkpoint_uri}
     version = make_version(run, str(summary.model_uri), str(summary.mlflow_run_id), summary.held_out_after, tags)
     return replace(summary, model_version=f"{run.registered_model}/{version}")
+
+
+def track_end(run: RunConfig, summary: Summary, evaluation: Evaluation | None, report: str) -> None:
+    """Add the exported model's score, its answers and the report to the MLflow run of the training."""
+    from tidemill.store.tracking import Tracker
+
+    if summary.mlflow_run_id is None:
+        return
+    tracker = Tracker.start(run, summary.mlflow_run_id)
+    if evaluation is not None:
+        tracker.log_evaluation(summary.steps, evaluation)
+    tracker.log_text(report, "report.md")
+    tracker.finish("FINISHED")
 
 
 def with_times(summary: Summary, run: RunConfig) -> Summary:

@@ -16,9 +16,8 @@ from tidemill.observe.events import (
     Event,
     EventLog,
     Notice,
+    PhaseFailed,
     PhaseStarted,
-    RunFailed,
-    RunFinished,
     StepFinished,
     event_from_dict,
     event_to_dict,
@@ -31,8 +30,7 @@ EVENTS: list[Event] = [
     StepFinished(1, 25, 1, 2.5, {"reward/mean": 0.5}, 3.0),
     EvaluationFinished(1, 0.25, [{"prompt": "1 + 1", "response": "2", "expected": "2", "reward": 1.0}], 4.0),
     Notice("prompt 3 is quarantined: «é»\nsecond line"),
-    RunFinished({"steps": 25, "model_version": None}),
-    RunFailed("engine 0 died", "Traceback ..."),
+    PhaseFailed("train", "engine 0 died", 5.0),
 ]
 
 

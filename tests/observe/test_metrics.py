@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tidemill.errors import DataError, RunError
-from tidemill.observe.metrics import IdleClock, group_metrics, throughput
+from tidemill.errors import DataError
+from tidemill.observe.metrics import group_metrics
 from tidemill.records import FinishReason, Float32Array, Group, Prompt, Rollout, VersionSpan
 
 DOCS = Path(__file__).parents[2] / "docs/metrics.md"
@@ -87,83 +85,6 @@ def test_metrics_of_nothing_are_refused() -> None:
 
 def test_every_metric_is_documented() -> None:
     one = group(1, rollout(1.0, ((0, 1),), parts={"PART": 1.0}))
-    names = group_metrics([one], 0, advantages(one)) | throughput(1, 1)
+    names = group_metrics([one], 0, advantages(one))
     text = DOCS.read_text(encoding="utf-8")
     assert [name for name in names if f"| `{name}` |" not in text] == []
-
-
-def test_throughput_is_tokens_over_seconds() -> None:
-    assert throughput(300, 2) == {"throughput/tokens_per_second": 150}
-    assert throughput(300, 0) == {"throughput/tokens_per_second": 0}
-
-
-class Script:
-    """A clock that stands at `now`."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_idle_ratio_sums_every_wait_of_the_window() -> None:
-    time = Script()
-    clock = IdleClock(time)
-    for begin, end in ((101, 103), (104, 104.5), (107, 108.5)):
-        time.now = begin
-        clock.enter()
-        time.now = end
-        clock.exit()
-    time.now = 110
-    assert clock.ratio() == 0.4
-
-
-def test_an_open_wait_is_split_between_two_windows() -> None:
-    time = Script()
-    clock = IdleClock(time)
-    time.now = 106
-    clock.enter()
-    time.now = 110
-    assert clock.ratio() == 0.4
-    time.now = 111
-    clock.exit()
-    time.now = 120
-    assert clock.ratio() == 0.1
-    assert clock.total_ratio() == 0.25
-
-
-def test_overlapping_waits_count_once_and_a_failing_one_counts() -> None:
-    time = Script()
-    clock = IdleClock(time)
-    with pytest.raises(ValueError, match="inside"), clock.waiting(), clock.waiting():
-        time.now = 105
-        raise ValueError("inside")
-    time.now = 110
-    assert clock.ratio() == 0.5
-
-
-def test_no_time_is_no_idling_and_an_exit_needs_an_enter() -> None:
-    clock = IdleClock(Script())
-    assert (clock.ratio(), clock.total_ratio()) == (0, 0)
-    with pytest.raises(RunError, match="had not begun"):
-        clock.exit()
-
-
-@given(st.lists(st.tuples(st.sampled_from(["enter", "exit", "read"]), st.integers(0, 9)), max_size=50))
-def test_windows_add_up_to_the_whole(script: list[tuple[str, int]]) -> None:
-    time = Script()
-    clock, depth, idle, windows, mark = IdleClock(time), 0, 0.0, 0.0, 100.0
-    for action, seconds in [*script, ("read", 1)]:
-        time.now += seconds
-        idle += seconds if depth else 0
-        if action == "enter":
-            clock.enter()
-            depth += 1
-        elif action == "exit" and depth:
-            clock.exit()
-            depth -= 1
-        elif action == "read":
-            windows += clock.ratio() * (time.now - mark)
-            mark = time.now
-    assert windows == pytest.approx(idle)
-    assert clock.total_ratio() * (time.now - 100) == pytest.approx(idle)

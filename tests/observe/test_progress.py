@@ -7,15 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tidemill.observe.events import (
-    EvaluationFinished,
-    Event,
-    Notice,
-    PhaseStarted,
-    RunFailed,
-    RunFinished,
-    StepFinished,
-)
+from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished
 from tidemill.observe.progress import HEADER, Progress, duration
 
 METRICS = {
@@ -66,26 +58,33 @@ def test_the_held_out_score_stands_in_the_line_of_its_step() -> None:
 
 def test_scores_outside_the_steps_get_a_line_of_their_own() -> None:
     first, _, _, last = show(EvaluationFinished(0, 0.1, [{}] * 20, 0.0), step(25), EvaluationFinished(25, 0.9, [], 0.0))
-    assert "held-out score 0.100 at version 0 (20 prompts)" in first
-    assert "held-out score 0.900 at version 25" in last
+    assert "held-out score 0.100 before training (20 prompts)" in first
+    assert "held-out score 0.900 after step 25" in last
 
 
 def test_a_score_that_no_step_takes_is_not_lost() -> None:
     assert "held-out score 0.500" in show(step(4), EvaluationFinished(5, 0.5, [], 5.0))[-1]
 
 
-def test_phases_warnings_and_ends_are_lines() -> None:
+def test_phases_and_warnings_are_lines() -> None:
     lines = show(
         PhaseStarted("start engines", 10.0),
         PhaseStarted("load trainer", 67.0),
         Notice("[bold]prompt 17[/] is quarantined " + "x" * 100),
-        RunFinished({"total_seconds": 4000.0}),
-        RunFailed("engine 0 died", "Traceback\n  somewhere"),
     )
     assert lines[0].split(maxsplit=1) == ["0:00", "start engines"]
     assert lines[1].split(maxsplit=1) == ["0:57", "load trainer"]
     assert lines[2] == "warning: [bold]prompt 17[/] is quarantined " + "x" * 100
-    assert lines[3:] == ["finished after 1:06:40", "Traceback", "  somewhere", "failed: engine 0 died"]
+
+
+def test_a_failure_is_told_once_it_is_tried_again_and_left_to_the_report_otherwise() -> None:
+    first, failed = PhaseStarted("train", 10.0), PhaseFailed("train", "engine 0 died", 70.0)
+    assert len(show(first, failed)) == 1
+    lines = show(first, failed, PhaseStarted("train", 130.0))
+    assert [line.strip() for line in lines[1:]] == [
+        "1:00  train failed and is tried again: engine 0 died",
+        "2:00  train",
+    ]
 
 
 def test_what_was_not_measured_is_a_dash() -> None:

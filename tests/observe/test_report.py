@@ -99,15 +99,16 @@ EVENTS: list[Event] = [
     PhaseStarted("train", 0.0),
     EvaluationFinished(0, 0.1, [], 0.0),
     step(1, 0, 0.2),
-    EvaluationFinished(1, 0.3, [], 0.0),
+    EvaluationFinished(2, 0.3, [], 0.0),
     step(2, 1, 0.3),
     step(3, 1, 0.4),
     step(4, 2, 0.5),
-    EvaluationFinished(2, 0.6, [], 0.0),
+    EvaluationFinished(4, 0.5, [], 0.0),
+    EvaluationFinished(4, 0.6, [], 0.0),
 ]
 
 
-def test_scores_stand_at_the_step_that_made_their_version() -> None:
+def test_scores_stand_at_their_steps_and_the_last_one_counts() -> None:
     assert held_out_points(EVENTS) == [(0, 0.1), (2, 0.3), (4, 0.6)]
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from tiny_model import make_tiny_model
 
-from tidemill.config import RunConfig, load_config
+from tidemill.config import RunConfig
 from tidemill.observe.events import read_events
 from tidemill.observe.report import Sample, Summary
+from tidemill.run_file import load_config
 from tidemill.steps import evaluate, provision, register, teardown
 from tidemill.store.locate import Locator
 from tidemill.store.server import open_store, store_folder
-from tidemill.store.tracking import Tracker
+from tidemill.store.tracking import Tracker, make_client, tracking_uri
 from tidemill.store.weed import find_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -67,6 +68,19 @@ def test_better_model_becomes_a_version_and_the_report_says_so(trained: RunConfi
     assert "0.250" in report.read_text() and "addition/1" in report.read_text()
 
 
+def test_mlflow_run_gets_the_final_score_the_answers_and_the_report(trained: RunConfig, tmp_path: Path) -> None:
+    before = summary(trained, 0.25)
+    register(trained.to_yaml(), before.to_json(), evaluation(0.75), str(tmp_path / "report.md"))
+    client, run_id = make_client(tracking_uri(trained)), before.mlflow_run_id
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "evaluation/score")] == [(25, 0.75)]
+    folder = Path(client.download_artifacts(run_id, "", str(tmp_path)))
+    assert (folder / "report.md").read_text() == (tmp_path / "report.md").read_text()
+    table = json.loads((folder / "answers/000025.json").read_text())
+    assert dict(zip(table["columns"], table["data"][0], strict=True)) == ANSWER
+
+
 def test_repeated_registration_makes_no_second_version(trained: RunConfig, tmp_path: Path) -> None:
     before, report = summary(trained, 0.25), str(tmp_path / "report.md")
     versions = [register(trained.to_yaml(), before.to_json(), evaluation(0.75), report) for _ in range(2)]
@@ -99,6 +113,8 @@ def test_exported_model_is_scored_from_the_store_by_an_engine_of_its_own(trained
         teardown(text)
     assert [answer["prompt"] for answer in result["answers"]] == ["w5 w6", "w8"]
     assert scores == {"held_out_score": result["score"]}
+    [scored] = [event for event in read_events(trained.folder / "events.jsonl") if event.kind == "evaluation_finished"]
+    assert (scored.step, scored.score) == (25, result["score"])
     assert find_server(store_folder(trained.output)) is None
 
 

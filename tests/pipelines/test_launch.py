@@ -15,9 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tidemill.config import RunConfig, load_config
+from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.launch import earlier, exclusive, fresh, program, shown, tail_of
+from tidemill.run_file import load_config
+from tidemill.store.checkpoint import open_checkpoints
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/addition.yaml"
@@ -84,6 +86,14 @@ def test_every_start_gets_a_name_and_a_folder_of_its_own(example: RunConfig, tmp
     names = [fresh(moved(example, tmp_path / "runs")).name for _ in range(3)]
     assert names == ["addition-1", "addition-2", "addition-3"]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
+
+
+def test_name_under_which_the_store_has_a_checkpoint_is_not_fresh(example: RunConfig, tmp_path: Path) -> None:
+    first = fresh(moved(example, tmp_path / "runs"))
+    with open_checkpoints(first) as checkpoints:
+        checkpoints.commit(1, first.folder, {})
+    first.folder.rmdir()
+    assert fresh(moved(example, tmp_path / "runs")).name == "addition-2"
 
 
 def test_versions_of_several_runs_stand_under_one_model(example: RunConfig, tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from tidemill_components.teardown import teardown
 from tidemill_components.train import train
 from tidemill_components.validate import validate
 
-from tidemill.config import RunConfig, parse_config
+from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
 from tidemill.failure import Failure
 from tidemill.observe.events import read_events
 from tidemill.preflight import check_room, rooms
+from tidemill.run_file import parse_config
+from tidemill.store.checkpoint import open_checkpoints
 
 BAD = "name: probe"
 
@@ -87,6 +89,16 @@ def test_unreachable_store_is_refused(addition: RunConfig, monkeypatch: pytest.M
     monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "b")
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
         validate.python_func(changed(addition, "store.endpoint=http://127.0.0.1:1"))
+
+
+def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition: RunConfig, tmp_path: Path) -> None:
+    text = changed(addition, "checkpoint.resume=never")
+    validate.python_func(text)
+    with open_checkpoints(addition) as checkpoints:
+        checkpoints.commit(1, tmp_path, {})
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
+        validate.python_func(text)
+    validate.python_func(addition.to_yaml())
 
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tidemill.config import RunConfig, apply_override, fields, load_config, parse_config
+from tidemill.config import RunConfig, fields
 from tidemill.errors import ConfigError
+from tidemill.run_file import apply_override, load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -44,3 +44,14 @@ def test_broken_record_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"step": "train"}')
     with pytest.raises(DataError, match=r"failure\.json is not the record of a failure"):
         Failure.read(tmp_path)
+
+
+def test_origin_is_the_traceback_of_the_innermost_error(tmp_path: Path) -> None:
+    worker = ValueError("what the worker said\nTraceback of the worker")
+    try:
+        raise RunError("the run ends") from worker
+    except RunError as error:
+        failure = fail(tmp_path, error)
+    assert failure.message == "the run ends"
+    assert "Traceback of the worker" in failure.origin
+    assert "the run ends" not in failure.origin

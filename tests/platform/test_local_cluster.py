@@ -8,8 +8,9 @@ import psutil
 import pytest
 
 from tidemill.cluster.local import LocalCluster, ray_session, weights_folder
-from tidemill.config import RunConfig, parse_config
+from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, StoreError
+from tidemill.run_file import parse_config
 from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
 
@@ -17,7 +18,7 @@ SESSION = """
 import sys
 import psutil, ray
 from tidemill.cluster.local import ray_session
-from tidemill.config import load_config
+from tidemill.run_file import load_config
 
 config = load_config(sys.argv[1], ["cluster.cpus=3"])
 try:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tidemill.actors.queue import start_queue
 from tidemill.errors import RunError
 from tidemill.protocols import Delivery
-from tidemill.queue.message_queue import start_queue
 from tidemill.records import GroupHeader
 
 pytestmark = pytest.mark.slow

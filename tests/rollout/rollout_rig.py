@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,16 +147,6 @@ class Rig:
     @property
     def uids(self) -> list[int]:
         return sorted(group.uid for group in self.trained)
-
-
-async def largest_lag(seconds: float) -> float:
-    """The longest that the event loop was late for a 5 ms sleep."""
-    worst, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        before = time.monotonic()
-        await asyncio.sleep(0.005)
-        worst = max(worst, time.monotonic() - before - 0.005)
-    return worst
 
 
 BROKEN = RewardError("the reward is broken:\nZeroDivisionError: division by zero")

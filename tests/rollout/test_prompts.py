@@ -7,8 +7,8 @@ import pytest
 from rollout_rig import CharTokenizer
 
 from tidemill.config import DataConfig
-from tidemill.errors import DataError
-from tidemill.rollout.prompts import PromptSet
+from tidemill.errors import ConfigError, DataError
+from tidemill.rollout.prompts import PromptSet, check_same_data, data_digests
 
 ROWS = [{"prompt": f"question {n}", "answer": n, "level": n % 2} for n in range(7)]
 
@@ -90,3 +90,23 @@ def test_rows_are_tokenised_once() -> None:
     rows = Counter(prompts.prompt(uid).row for uid in range(70))
     assert set(rows.values()) == {10}
     assert tokenizer.encoded == 7
+
+
+def test_canary_is_a_prompt_that_an_engine_can_score() -> None:
+    rows = [{"prompt": ""}, {"prompt": "x"}, {"prompt": "a long question"}]
+    canary = prompt_set(rows, template=False, max_prompt_tokens=8).canary()
+    assert "".join(map(chr, canary)) == "^x"
+    long = prompt_set([{"prompt": "a long question"}], template=False, max_prompt_tokens=8).canary()
+    assert "".join(map(chr, long)) == "^a long "
+    with pytest.raises(DataError, match="no prompt has two tokens"):
+        prompt_set([{"prompt": ""}], template=False).canary()
+
+
+def test_changed_rows_are_refused_by_the_setting_that_names_them() -> None:
+    config = DataConfig(train="train.jsonl", held_out="held_out.jsonl")
+    began = data_digests(prompt_set(), prompt_set(ROWS[:2]))
+    check_same_data(config, {"cursor": 3, **began}, data_digests(prompt_set(), prompt_set(ROWS[:2])))
+    with pytest.raises(ConfigError, match=r"data\.train = 'train\.jsonl': allowed is the same rows"):
+        check_same_data(config, began, data_digests(prompt_set(ROWS[::-1]), prompt_set(ROWS[:2])))
+    with pytest.raises(ConfigError, match=r"data\.held_out"):
+        check_same_data(config, began, data_digests(prompt_set(), None))

@@ -101,6 +101,19 @@ def test_reasoning_gym_rows_carry_the_entry_that_scores_them() -> None:
     assert json.loads(json.dumps(rows)) == rows
 
 
+def test_options_of_a_source_stand_before_those_of_the_config() -> None:
+    options = {"size": 4, "seed": 1}
+    rows = load("reasoning_gym://basic_arithmetic?seed=2&size=3", options=options)
+    assert rows == load("reasoning_gym://basic_arithmetic", options={"size": 3, "seed": 2})
+    assert rows != load("reasoning_gym://basic_arithmetic?size=3", options=options)
+
+
+@pytest.mark.parametrize("query", ["seed", "seed=[", "=&"])
+def test_options_of_another_form_are_refused(query: str) -> None:
+    with pytest.raises(ConfigError, match="question mark"):
+        load(f"reasoning_gym://basic_arithmetic?{query}")
+
+
 @pytest.mark.parametrize(("task", "options"), [("no_such_task", {}), ("basic_arithmetic", {"colour": 3})])
 def test_an_unknown_task_or_option_is_refused(task: str, options: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=f"reasoning_gym://{task}"):

@@ -4,7 +4,7 @@ import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import ModelError
-from tidemill.store.registry import gate, model_source, register
+from tidemill.store.registry import gate, model_source, pinned_uri, register
 from tidemill.store.tracking import Tracker, make_client, tracking_uri
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -23,6 +23,7 @@ def test_a_registered_model_is_found_by_version_and_alias(mlflow_config: RunConf
     assert register(mlflow_config, "s3://b/two", run_id, None, tags) == "2"
     assert model_source("models:/addition/1", uri) == "s3://b/one"
     assert model_source("models:/addition@candidate", uri) == "s3://b/two"
+    assert pinned_uri("models:/addition@candidate", uri) == "models:/addition/2"
     version = make_client(uri).get_model_version("addition", "1")
     assert version.run_id == run_id
     assert version.tags["score"] == "0.25"

@@ -78,7 +78,9 @@ async def test_a_gap_above_the_bound_names_engine_gap_and_worst_token(tmp_path: 
     async def other(tokens: Any) -> Any:
         return np.array([-4.1589, -4.1589, -9.1589, -4.1589, -4.1589], dtype=np.float32)
 
-    with pytest.raises(SyncError, match=r"engine 0 .* 1\.0000 in the mean, .* is 0\.5; token 3 at 3: trainer -9\.159"):
+    with pytest.raises(
+        SyncError, match=r"engine 0 .* 1\.0000 in the mean, allowed is 0\.5.*; token 3 at 3: trainer -9"
+    ):
         await synchronizer(tmp_path, FakeEngine(), score=other).publish(1, "keep")
 
 
@@ -88,6 +90,22 @@ async def test_nan_does_not_pass_the_canary(tmp_path: Path) -> None:
 
     with pytest.raises(SyncError, match="nan in the mean"):
         await synchronizer(tmp_path, FakeEngine(), score=broken).publish(1, "keep")
+
+
+async def test_first_publication_shows_what_rounding_may_cost(tmp_path: Path) -> None:
+    shift = 0.0
+
+    async def shifted(tokens: Any) -> Any:
+        return await uniform(tokens) + np.float32(shift)
+
+    fine, coarse = (synchronizer(tmp_path / name, FakeEngine(), score=shifted) for name in ("fine", "coarse"))
+    await fine.publish(0, "keep")
+    shift = 0.02
+    await coarse.publish(0, "keep")
+    with pytest.raises(SyncError, match=r"0\.0200 in the mean, allowed is 0\.01"):
+        await fine.publish(1, "keep")
+    shift = 0.2
+    assert (await coarse.publish(1, "keep"))["sync/canary_gap"] == pytest.approx(0.2, abs=1e-6)
 
 
 async def test_no_bound_means_no_canary(tmp_path: Path) -> None:

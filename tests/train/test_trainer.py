@@ -54,7 +54,7 @@ class Notes:
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.steps.append(metrics)
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
         raise AssertionError("nothing asks for an evaluation here")
 
     def notice(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -14,17 +15,26 @@ T = TypeVar("T")
 # generation. A concurrency group of Ray would run on an event loop of its own, out of reach of the actor's tasks.
 MAX_CALLS = 100_000
 IO = "io"  # uploads run beside the training step
+CONTROL_TIMEOUT_S = 120.0  # of a call that an actor answers at once; a process that is stopped never does
 
 
-async def call(name: str, reference: Awaitable[T]) -> T:
-    """Await an actor call; a remote failure is raised as itself, an actor's death as RunError.
+async def call(name: str, reference: Awaitable[T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
+    """Await an actor call; what was raised there is raised as it is, with the remote traceback as its cause.
+
+    Args:
+        name: of the actor, for messages.
+        reference: what `.remote(...)` returned.
+        timeout_s: None where the caller has a deadline of its own, or the call lasts as long as the run.
 
     Raises:
-        RunError: the actor died; the message says which one.
+        RunError: the actor died or did not answer in time.
     """
     try:
-        return await reference
+        async with asyncio.timeout(timeout_s):
+            return await reference
     except RayTaskError as error:
-        raise error.as_instanceof_cause() from None
+        raise error.cause from error
     except RayActorError as error:
         raise RunError(f"{name} died: {error}") from error
+    except TimeoutError as error:
+        raise RunError(f"{name} did not answer within {timeout_s:g} s: its process is stuck or stopped") from error

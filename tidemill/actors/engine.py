@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from tidemill.actors.call import MAX_CALLS, call
+from tidemill.cluster.local import cluster_resources
 from tidemill.config import RunConfig
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
@@ -66,13 +67,13 @@ class RemoteEngine:
     actor: Any
 
     async def start(self) -> None:
-        """Wait until the engine has loaded its model."""
-        await call(self.name, self.actor.start.remote())
+        """Wait until the engine has loaded its model; the caller has the deadline."""
+        await call(self.name, self.actor.start.remote(), None)
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        """See `Engine`. Cancelling the call aborts the request."""
+        """See `Engine`. Cancelling the call aborts the request, so deadlines are the caller's."""
         try:
-            return await call(self.name, self.actor.generate.remote(request_id, prompt_ids, sampling))
+            return await call(self.name, self.actor.generate.remote(request_id, prompt_ids, sampling), None)
         except asyncio.CancelledError:
             self.actor.abort.remote([request_id])
             raise
@@ -82,12 +83,12 @@ class RemoteEngine:
         await call(self.name, self.actor.abort.remote(list(request_ids)))
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        """See `Engine`."""
-        await call(self.name, self.actor.update_weights.remote(update, mode))
+        """See `Engine`; the synchronizer has the deadline, as for `score`."""
+        await call(self.name, self.actor.update_weights.remote(update, mode), None)
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine`."""
-        return await call(self.name, self.actor.score.remote(token_ids))
+        return await call(self.name, self.actor.score.remote(token_ids), None)
 
     async def version(self) -> int:
         """See `Engine`."""
@@ -118,4 +119,4 @@ def start_engine(config: RunConfig, model_path: str, index: int) -> RemoteEngine
 
 def gpus_per_engine(config: RunConfig) -> int:
     """GPUs that Ray reserves for an engine: none on a cluster without any."""
-    return config.rollout.tensor_parallel_size if ray.cluster_resources().get("GPU") else 0
+    return config.rollout.tensor_parallel_size if cluster_resources().get("GPU") else 0

@@ -9,38 +9,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from tidemill.actors.call import IO, call
+from tidemill.cluster.local import cluster_resources
 from tidemill.config import RunConfig
 from tidemill.protocols import Delivery
 from tidemill.records import Float32Array, Group, Int32Array
 from tidemill.train.batch import MicroBatch
 
+if TYPE_CHECKING:
+    from tidemill.train.policy import PolicyRank
+
+IO_TIMEOUT_S = 3600.0  # of a checkpoint or a model on its way to or from the store
+
 
 class RankActor:
     """One trainer rank: its shard of the work, and on rank 0 the checkpoints."""
 
-    def __init__(self, config: RunConfig, model_path: str, rank: int, init_method: str | None) -> None:
-        from tidemill.train.policy import PolicyRank
+    policy: PolicyRank
 
-        self.config = config
-        self.policy = PolicyRank(
-            model_path,
-            config.trainer,
-            config.algorithm,
-            temperature=config.rollout.temperature,
-            seed=config.seed,
-            rank=rank,
-            world=config.trainer.ranks,
-            init_method=init_method,
-        )
+    def __init__(self, config: RunConfig, model_path: str, rank: int, init_method: str | None) -> None:
+        self.config, self.model_path, self.rank, self.init_method = config, model_path, rank, init_method
         self.staging = TemporaryDirectory(prefix="tidemill-checkpoint-")
 
-    def ready(self) -> None:
-        """Returns once the policy is loaded."""
+    def load(self) -> None:
+        """Load the policy; not in the constructor, whose errors would look like the death of a process."""
+        from tidemill.train.policy import PolicyRank
+
+        self.policy = PolicyRank(
+            self.model_path,
+            self.config.trainer,
+            self.config.algorithm,
+            temperature=self.config.rollout.temperature,
+            seed=self.config.seed,
+            rank=self.rank,
+            world=self.config.trainer.ranks,
+            init_method=self.init_method,
+        )
 
     def update(self, batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
         """See `PolicyRank.update`."""
@@ -91,56 +99,63 @@ class RankActor:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRanks:
-    """The trainer ranks; what only one has to do, rank 0 does."""
+    """The trainer ranks; what only one has to do, rank 0 does.
+
+    Attributes:
+        actors: of all ranks.
+        update_timeout_s: deadline of an optimizer step.
+    """
 
     actors: tuple[Any, ...]
+    update_timeout_s: float
 
-    async def ready(self) -> None:
-        """Wait until all policies are loaded."""
-        await self.all("ready")
+    async def load(self) -> None:
+        """Load the policy on every rank; the caller has the deadline."""
+        await self.all("load", timeout_s=None)
 
     async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
         """See `train.trainer.Ranks`."""
         pending = [a.update.remote(b, denominator) for a, b in zip(self.actors, batches, strict=True)]
-        results: list[dict[str, float]] = await asyncio.gather(*(call("a trainer rank", p) for p in pending))
+        answers = (call(f"trainer rank {n}", p, self.update_timeout_s) for n, p in enumerate(pending))
+        results: list[dict[str, float]] = await asyncio.gather(*answers)
         return results[0]
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
-        """Log-probs of the present parameters."""
-        scores: Float32Array = await self.first("score", token_ids)
+        """Log-probs of the present parameters; the synchronizer has the deadline, as for `export`."""
+        scores: Float32Array = await self.first("score", token_ids, timeout_s=None)
         return scores
 
     async def export(self, path: Path) -> int:
         """Write the weights for the engines; returns the bytes."""
-        nbytes: int = await self.first("export", str(path))
+        nbytes: int = await self.first("export", str(path), timeout_s=None)
         return nbytes
 
     async def snapshot(self) -> None:
         """Stage a checkpoint."""
-        await self.first("snapshot")
+        await self.first("snapshot", timeout_s=IO_TIMEOUT_S)
 
     async def upload(self, version: int, state: Mapping[str, object]) -> str:
         """Commit the staged checkpoint; returns its URI."""
-        uri: str = await self.first("upload", version, state)
+        uri: str = await self.first("upload", version, state, timeout_s=IO_TIMEOUT_S)
         return uri
 
     async def restore(self, version: int) -> None:
         """Load a checkpoint on every rank."""
-        await self.all("restore", version)
+        await self.all("restore", version, timeout_s=IO_TIMEOUT_S)
 
     async def publish_model(self, version: int) -> str:
         """Export the policy as a Hugging Face folder; returns its URI."""
-        uri: str = await self.first("publish_model", version)
+        uri: str = await self.first("publish_model", version, timeout_s=IO_TIMEOUT_S)
         return uri
 
-    async def first(self, method: str, *arguments: object) -> Any:
+    async def first(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
         """Call rank 0."""
-        return await call("trainer rank 0", getattr(self.actors[0], method).remote(*arguments))
+        return await call("trainer rank 0", getattr(self.actors[0], method).remote(*arguments), timeout_s)
 
-    async def all(self, method: str, *arguments: object) -> None:
+    async def all(self, method: str, *arguments: object, timeout_s: float | None) -> None:
         """Call every rank at once."""
         pending = [getattr(actor, method).remote(*arguments) for actor in self.actors]
-        await asyncio.gather(*(call(f"trainer rank {rank}", p) for rank, p in enumerate(pending)))
+        await asyncio.gather(*(call(f"trainer rank {rank}", p, timeout_s) for rank, p in enumerate(pending)))
 
 
 def start_ranks(config: RunConfig, model_path: str) -> RemoteRanks:
@@ -151,11 +166,12 @@ def start_ranks(config: RunConfig, model_path: str) -> RemoteRanks:
     threads = config.trainer.threads or len(os.sched_getaffinity(0))
     options = {
         "num_cpus": 0,
-        "num_gpus": 1 if ray.cluster_resources().get("GPU") else 0,
+        "num_gpus": 1 if cluster_resources().get("GPU") else 0,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
     }
     shell = ray.remote(concurrency_groups={IO: 1}, **options)(RankActor)
-    return RemoteRanks(tuple(shell.remote(config, model_path, rank, init_method) for rank in range(world)))
+    actors = tuple(shell.remote(config, model_path, rank, init_method) for rank in range(world))
+    return RemoteRanks(actors, config.trainer.get_timeout_s)
 
 
 def free_port() -> int:

@@ -16,13 +16,24 @@ from tidemill.config import RunConfig
 from tidemill.protocols import Evaluation
 from tidemill.records import Int32Array
 from tidemill.rollout.ledger import Ledger
-from tidemill.rollout.prompts import load_held_out, load_prompts, load_tokenizer
+from tidemill.rollout.prompts import (
+    PromptSet,
+    check_same_data,
+    data_digests,
+    load_held_out,
+    load_prompts,
+    load_tokenizer,
+)
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rollouter import Rollouter
 
 
 class RolloutActor:
     """The rollouter in a process of its own, with its tokenizer and its reward workers."""
+
+    prompts: PromptSet
+    rewards: RewardPool
+    rollouter: Rollouter[Any]
 
     def __init__(
         self,
@@ -34,25 +45,31 @@ class RolloutActor:
         version: int,
         search_path: str,
     ) -> None:
-        tokenizer = load_tokenizer(model_path)
+        self.config, self.model_path, self.engines, self.queue = config, model_path, engines, queue
+        self.restored, self.version, self.search_path = ledger, version, search_path
+
+    async def start(self) -> None:
+        """Read the prompts and start the reward workers; not in the constructor, whose errors look like its death."""
+        config, tokenizer = self.config, load_tokenizer(self.model_path)
         self.prompts = load_prompts(config.data, tokenizer, config.seed)
-        self.rewards = RewardPool(config.rewards, search_path=[search_path])
+        held_out = load_held_out(config.data, tokenizer, config.seed)
+        self.digests = data_digests(self.prompts, held_out)
+        if self.restored is not None:
+            check_same_data(config.data, self.restored, self.digests)
         total = self.prompts.total
-        self.rollouter: Rollouter[Any] = Rollouter(
+        self.rewards = RewardPool(config.rewards, search_path=[self.search_path])
+        self.rollouter = Rollouter(
             config,
             self.prompts,
-            load_held_out(config.data, tokenizer, config.seed),
-            engines=engines,
-            queue=queue,
+            held_out,
+            engines=self.engines,
+            queue=self.queue,
             rewards=self.rewards,
             store_payload=ray.put,
             decode=partial(decode, tokenizer),
-            ledger=Ledger(total) if ledger is None else Ledger.restore(ledger, total),
-            version=version,
+            ledger=Ledger(total) if self.restored is None else Ledger.restore(self.restored, total),
+            version=self.version,
         )
-
-    async def start(self) -> None:
-        """Start the reward workers."""
         await self.rewards.start()
 
     async def run(self) -> None:
@@ -76,8 +93,8 @@ class RolloutActor:
         await self.rollouter.reissue(uids, reason)
 
     async def ledger_state(self) -> Mapping[str, object]:
-        """See `Generation`."""
-        return await self.rollouter.ledger_state()
+        """See `Generation`; with the digests of the data that its numbers stand for."""
+        return {**await self.rollouter.ledger_state(), **self.digests}
 
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""
@@ -85,7 +102,7 @@ class RolloutActor:
 
     async def canary(self) -> Int32Array:
         """`[T]` int32, tokens whose log-probs trainer and engines must agree on."""
-        return self.prompts.prompt(0).token_ids
+        return self.prompts.canary()
 
     async def stop(self) -> None:
         """End generation."""
@@ -109,12 +126,12 @@ class RemoteGeneration:
     actor: Any
 
     async def start(self) -> None:
-        """Wait until prompts and rewards can be used."""
-        await call("the rollouter", self.actor.start.remote())
+        """Wait until prompts and rewards can be used; the caller has the deadline."""
+        await call("the rollouter", self.actor.start.remote(), None)
 
     async def run(self) -> None:
         """Generate until the data or the run ends; raises what went wrong there."""
-        await call("the rollouter", self.actor.run.remote())
+        await call("the rollouter", self.actor.run.remote(), None)
 
     async def begin_version(self, version: int) -> None:
         """See `Generation`."""
@@ -133,8 +150,8 @@ class RemoteGeneration:
         return await call("the rollouter", self.actor.ledger_state.remote())
 
     async def evaluate(self, version: int) -> Evaluation:
-        """See `Generation`."""
-        return await call("the rollouter", self.actor.evaluate.remote(version))
+        """See `Generation`; every answer has `rollout.group_timeout_s` inside."""
+        return await call("the rollouter", self.actor.evaluate.remote(version), None)
 
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""

@@ -75,6 +75,12 @@ def ray_session(config: RunConfig) -> Iterator[None]:
         ray.shutdown()
 
 
+def cluster_resources() -> dict[str, float]:
+    """What the Ray cluster that we are connected to has: `CPU`, `GPU`, `memory`, ..."""
+    resources: dict[str, float] = ray.cluster_resources()
+    return resources
+
+
 def start_ray(config: RunConfig) -> None:
     """Start a Ray of our own; it ends with this process."""
     try:

@@ -55,16 +55,16 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationFinished:
-    """A policy version was scored on the held-out prompts.
+    """A policy was scored on the held-out prompts.
 
     Attributes:
-        version: the one that all answers were sampled from.
+        step: optimizer steps that made the policy, 0 for the one that training starts from.
         score: mean reward.
         answers: `protocols.Answer` as a mapping, one per prompt in the order of the data.
     """
 
     kind: ClassVar[str] = "evaluation_finished"
-    version: int
+    step: int
     score: float
     answers: Sequence[Mapping[str, Any]]
     time: float = field(default_factory=clock.time)
@@ -79,34 +79,23 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFinished:
-    """The run ended well.
+class PhaseFailed:
+    """A phase ended with an error; the same phase may begin again, as a retry.
 
     Attributes:
-        summary: `Summary.to_dict()` of `tidemill.observe.report`.
+        name: of the phase.
+        error: what went wrong; the traceback stands in the run's `failure.json` and `log.txt`.
     """
 
-    kind: ClassVar[str] = "run_finished"
-    summary: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RunFailed:
-    """The run ended with an error.
-
-    Attributes:
-        error: its message.
-        traceback: where it came from.
-    """
-
-    kind: ClassVar[str] = "run_failed"
+    kind: ClassVar[str] = "phase_failed"
+    name: str
     error: str
-    traceback: str
+    time: float = field(default_factory=clock.time)
 
 
-Event = PhaseStarted | StepFinished | EvaluationFinished | Notice | RunFinished | RunFailed
+Event = PhaseStarted | StepFinished | EvaluationFinished | Notice | PhaseFailed
 KINDS: Mapping[str, type[Event]] = {
-    event.kind: event for event in (PhaseStarted, StepFinished, EvaluationFinished, Notice, RunFinished, RunFailed)
+    event.kind: event for event in (PhaseStarted, StepFinished, EvaluationFinished, Notice, PhaseFailed)
 }
 
 
@@ -187,8 +176,8 @@ def read_events(path: str | Path) -> list[Event]:
 def follow(path: str | Path, stop: threading.Event) -> Iterator[Event]:
     """Events of a log as they are written, from its beginning; waits for the file if need be.
 
-    The iterator ends when `stop` is set and all that was written before is read. It does not end at `RunFailed`:
-    a restart goes on in the same file. A last line without its newline is left until it is whole.
+    The iterator ends when `stop` is set and all that was written before is read. It does not end at `PhaseFailed`:
+    a retry goes on in the same file. A last line without its newline is left until it is whole.
     """
     path = Path(path)
     while not path.exists():

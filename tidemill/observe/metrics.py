@@ -5,14 +5,11 @@ A ratio or mean is always over the things themselves (rollouts, tokens, groups),
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tidemill.errors import DataError, RunError
+from tidemill.errors import DataError
 from tidemill.records import Float32Array, Group, Rollout
 
 
@@ -107,74 +104,3 @@ def advantage_metrics(advantages: Sequence[Float32Array]) -> dict[str, float]:
 def share(flags: Iterator[bool]) -> float:
     """Fraction of true values; of at least one."""
     return float(np.mean(list(flags)))
-
-
-def throughput(tokens: float, seconds: float) -> dict[str, float]:
-    """`throughput/tokens_per_second`; 0 while no time has passed."""
-    return {"throughput/tokens_per_second": tokens / seconds if seconds > 0 else 0.0}
-
-
-@dataclass(slots=True)
-class IdleClock:
-    """Exact share of time spent waiting, from the beginnings and ends of the waits themselves.
-
-    Overlapping waits count once. A wait that is still open counts up to now, and goes on in the next window.
-
-    Attributes:
-        clock: seconds, never running backwards.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-    started: float = field(init=False)
-    waits: int = field(init=False, default=0)
-    since: float = field(init=False, default=0.0)
-    idle: float = field(init=False, default=0.0)
-    window: tuple[float, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
-        self.window = (self.started, 0.0)
-
-    def enter(self) -> None:
-        """A wait begins."""
-        if self.waits == 0:
-            self.since = self.clock()
-        self.waits += 1
-
-    def exit(self) -> None:
-        """A wait ends.
-
-        Raises:
-            RunError: none had begun.
-        """
-        if self.waits == 0:
-            raise RunError("a wait ended that had not begun: every IdleClock.exit needs an enter before it")
-        self.waits -= 1
-        if self.waits == 0:
-            self.idle += self.clock() - self.since
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the body as waiting, also when it fails."""
-        self.enter()
-        try:
-            yield
-        finally:
-            self.exit()
-
-    def ratio(self) -> float:
-        """Share in `[0, 1]` since the last call of `ratio`, or since the start; 0 if no time has passed."""
-        now = self.clock()
-        idle = self.idle_until(now)
-        begin, before = self.window
-        self.window = (now, idle)
-        return (idle - before) / (now - begin) if now > begin else 0.0
-
-    def total_ratio(self) -> float:
-        """Share in `[0, 1]` since the clock was made; leaves the window of `ratio` as it is."""
-        now = self.clock()
-        return self.idle_until(now) / (now - self.started) if now > self.started else 0.0
-
-    def idle_until(self, now: float) -> float:
-        """Seconds waited so far."""
-        return self.idle + (now - self.since if self.waits else 0.0)

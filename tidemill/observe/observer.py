@@ -37,11 +37,11 @@ class RunObserver:
             )
         )
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """See `train.trainer.Observer`."""
-        self.tracker.log(evaluation.version, {"evaluation/score": evaluation.score})
+        self.tracker.log_evaluation(step, evaluation)
         answers = [asdict(answer) for answer in evaluation.answers]
-        self.log.write(EvaluationFinished(evaluation.version, evaluation.score, answers, time.time()))
+        self.log.write(EvaluationFinished(step, evaluation.score, answers))
 
     def phase(self, name: str) -> None:
         """A part of the schedule begins."""

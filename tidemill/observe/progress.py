@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from tidemill.observe.events import (
-    EvaluationFinished,
-    Event,
-    Notice,
-    PhaseStarted,
-    RunFailed,
-    RunFinished,
-    StepFinished,
-)
+from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished
 
 HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
 LINES_PER_HEADER = 20
@@ -50,6 +41,7 @@ class Progress:
         self.lines = 0
         self.last: StepFinished | None = None
         self.pending: EvaluationFinished | None = None
+        self.failed: PhaseFailed | None = None
         self.seconds: deque[float] = deque(maxlen=STEPS_AVERAGED)
 
     def __enter__(self) -> Progress:
@@ -71,15 +63,19 @@ class Progress:
             self.phase(event)
         elif isinstance(event, Notice):
             self.line(Text(f"warning: {event.text}", style="yellow"))
-        elif isinstance(event, RunFinished):
-            self.flush()
-            self.line(Text(f"finished{after(event.summary)}", style="bold green"))
         else:
-            self.failure(event)
+            self.failed = event
 
     def phase(self, event: PhaseStarted) -> None:
-        """Announce a phase with the time since the first event."""
+        """Announce a phase with the time since the first event.
+
+        A failure is shown once another phase follows, which is then a retry; the one that ends a run is the report's.
+        """
         self.flush()
+        if self.failed is not None:
+            failed, self.failed = self.failed, None
+            text = f"{self.offset(failed.time):>9}  {failed.name} failed and is tried again: {failed.error}"
+            self.line(Text(text, style="yellow"))
         self.line(Text(f"{self.offset(event.time):>9}  {event.name}"))
         self.bar.update(self.task, description=event.name)
 
@@ -106,15 +102,9 @@ class Progress:
         """Show a score that no step took."""
         if self.pending is not None:
             score, self.pending = self.pending, None
-            text = f"held-out score {score.score:.3f} at version {score.version} ({len(score.answers)} prompts)"
+            when = f"after step {score.step}" if score.step else "before training"
+            text = f"held-out score {score.score:.3f} {when} ({len(score.answers)} prompts)"
             self.line(Text(f"{self.offset(score.time):>9}  {text}", style="cyan"))
-
-    def failure(self, event: RunFailed) -> None:
-        """The error, after its traceback, so that it is the last thing on the screen."""
-        self.flush()
-        if event.traceback:
-            self.line(Text(event.traceback.rstrip(), style="dim"))
-        self.line(Text(f"failed: {event.error}", style="bold red"))
 
     def offset(self, time: float) -> str:
         """Time since the first event."""
@@ -158,9 +148,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def after(summary: Mapping[str, Any]) -> str:
-    """How long the run took, if the summary says so."""
-    seconds = summary.get("total_seconds")
-    return "" if seconds is None else f" after {duration(seconds)}"

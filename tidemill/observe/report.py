@@ -236,11 +236,5 @@ def reward_curve_svg_or_png(events: Sequence[Event], path: str | Path) -> None:
 
 
 def held_out_points(events: Sequence[Event]) -> list[tuple[int, float]]:
-    """`(step, score)` of every evaluation: the step that made the version, 0 for the policy before training."""
-    made: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, StepFinished) and event.version > 0:
-            made.setdefault(event.version, event.step)
-    evaluations = [event for event in events if isinstance(event, EvaluationFinished)]
-    points = {made.get(event.version, 0): event.score for event in evaluations}
-    return sorted(points.items())
+    """`(step, score)` of every evaluation, 0 for the policy before training."""
+    return sorted({event.step: event.score for event in events if isinstance(event, EvaluationFinished)}.items())

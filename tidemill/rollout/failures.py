@@ -9,6 +9,7 @@ from tidemill.rollout.activity import Clock
 from tidemill.rollout.flights import Flight
 
 FIRST_FAILURES = 8  # distinct prompts in a row
+LATER_FAILURES = 32  # of a reward that has worked before: a few bad prompts may stand together
 NAMED = 5  # occurrences that a message names
 BLAMED: dict[str, type[TidemillError]] = {
     "engine_error": EngineError,
@@ -26,7 +27,7 @@ class FlightFailure(Exception):
 
 
 class FailureStreak:
-    """Ends a run whose reward never works, or whose engines no longer do, instead of quarantining every prompt.
+    """Ends a run whose reward or whose engines do not work (any more), instead of quarantining every prompt.
 
     Args:
         total: occurrences in the stream, None if unlimited; a short stream fails sooner.
@@ -36,8 +37,7 @@ class FailureStreak:
     """
 
     def __init__(self, total: int | None, concurrent: int, rows: int) -> None:
-        self._distinct = FIRST_FAILURES if total is None else min(FIRST_FAILURES, total)
-        self._concurrent, self._rows = concurrent, rows
+        self._total, self._concurrent, self._rows = total, concurrent, rows
         self._rewarded = False
         self._failed: dict[type[TidemillError], list[int]] = {EngineError: [], RewardError: []}
         self._too_long = 0
@@ -47,23 +47,26 @@ class FailureStreak:
         self._failed[EngineError].clear()
 
     def rewarded(self) -> None:
-        """A group has been scored: from here on a failing reward is its prompt's fault."""
+        """A group has been scored: the reward works, so that what fails next may be its prompt's fault."""
         self._rewarded = True
+        self._failed[RewardError].clear()
 
     def failed(self, uid: int, failure: FlightFailure) -> None:
         """Count a failure.
 
         Raises:
             EngineError: the engines fail for one prompt after the other.
-            RewardError: the first 8 distinct prompts all failed in the reward.
+            RewardError: the reward does.
         """
         kind = BLAMED.get(failure.reason)
-        if kind is None or (kind is RewardError and self._rewarded):
+        if kind is None:
             return
         uids = self._failed[kind]
         uids.append(uid)
         grace = self._concurrent if kind is EngineError else 0
-        if len(set(uids)) >= self._distinct and len(uids) >= self._distinct + grace:
+        limit = LATER_FAILURES if kind is RewardError and self._rewarded else FIRST_FAILURES
+        distinct = limit if self._total is None else min(limit, self._total)
+        if len(set(uids)) >= distinct and len(uids) >= distinct + grace:
             raise kind(
                 f"{len(set(uids))} prompts in a row failed and none succeeded; the last one, occurrence {uid} "
                 f"({failure.reason}): {failure.__cause__}"

@@ -6,6 +6,7 @@ permutation of the rows, drawn from (seed, epoch) alone, so that any occurrence 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tidemill.config import DataConfig
-from tidemill.errors import DataError, ModelError
+from tidemill.errors import ConfigError, DataError, ModelError
 from tidemill.records import Int32Array, Prompt
 from tidemill.rollout.sources import Row, load_rows
 
@@ -84,6 +85,25 @@ class PromptSet:
     def too_long(self, prompt: Prompt) -> bool:
         """Whether it exceeds `data.max_prompt_tokens`; such a prompt is skipped and counted, never cut."""
         return len(prompt.token_ids) > self._config.max_prompt_tokens
+
+    def digest(self) -> str:
+        """SHA-256 over the rows, by which a restart sees that they are still the same."""
+        sha = hashlib.sha256()
+        for row in self._rows:
+            sha.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+        return sha.hexdigest()
+
+    def canary(self) -> Int32Array:
+        """`[T]` int32, T of 2 to `max_prompt_tokens`: the first prompt, cut if it is too long for an engine.
+
+        Raises:
+            DataError: no row has two tokens.
+        """
+        for row in range(len(self._rows)):
+            token_ids = self.at(row).token_ids[: self._config.max_prompt_tokens]
+            if len(token_ids) >= 2:
+                return token_ids
+        raise DataError("no prompt has two tokens, so that nothing can be compared between trainer and engine")
 
     def _order(self, epoch: int) -> Int32Array:
         if epoch not in self._orders:
@@ -170,6 +190,28 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Prompt
     if config.held_out is None:
         return None
     return PromptSet(load_rows(config.held_out, config, "data.held_out"), tokenizer, config, seed)
+
+
+def data_digests(train: PromptSet, held_out: PromptSet | None) -> dict[str, str | None]:
+    """What identifies the rows of a run, by the setting that names them."""
+    return {"data.train": train.digest(), "data.held_out": held_out.digest() if held_out is not None else None}
+
+
+def check_same_data(config: DataConfig, saved: Mapping[str, object], digests: Mapping[str, str | None]) -> None:
+    """Refuse to go on with other rows than a run began with: its ledger counts occurrences of those.
+
+    Args:
+        config: names the sources.
+        saved: holds the digests of the checkpoint.
+        digests: of the rows as they are now.
+
+    Raises:
+        ConfigError: naming the source that has changed.
+    """
+    for (key, digest), source in zip(digests.items(), (config.train, config.held_out), strict=True):
+        if saved.get(key) != digest:
+            fix = "Restore it, or begin a new run with the changed one."
+            raise ConfigError(key, source, "the same rows as when the run began", fix)
 
 
 def columns_of(prompt: Prompt) -> Mapping[str, Any]:

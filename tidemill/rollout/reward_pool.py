@@ -35,7 +35,7 @@ class RewardPool:
 
     Args:
         rewards: the functions; the part of each is reported under its function's name without the module, a second
-            of the same name as `name#2`.
+            of the same name as `name-2`.
         workers: processes.
         search_path: folders where workers look for modules first; None is the present working directory.
     """
@@ -143,5 +143,5 @@ def labels(rewards: Sequence[RewardConfig]) -> list[str]:
     for reward in rewards:
         name = reward.function.rpartition(":")[2]
         seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names

@@ -120,13 +120,15 @@ class Rollouter(Generic[Ref]):
     def _ended(self) -> bool:
         """Nothing more is wanted, or can be trained.
 
-        A full batch in the queue may yet be swept as stale and have to be generated again, so the end waits for the
-        trainer; a rest that fills no batch is released by closing the queue.
+        What is in the queue may yet be swept as stale and have to be generated again, so the end waits for the trainer;
+        a rest that fills no batch, and that it can take at its present version, is released by closing the queue.
         """
         if self._stopping or self._trained() >= self.config.trainer.steps * self.config.required_samples:
             return True
         used_up = not self._flights and self.ledger.next_uid() is None
-        return used_up and len(self._queued) < self.config.required_samples
+        settled = self._trained() // self.config.groups_per_version <= self.version
+        fresh = not any(self._too_old(version) for version in self._queued.values())
+        return used_up and settled and fresh and len(self._queued) < self.config.required_samples
 
     async def _sleep(self) -> None:
         with contextlib.suppress(TimeoutError):

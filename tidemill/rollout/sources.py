@@ -11,6 +11,9 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
+
+import yaml
 
 from tidemill.config import DataConfig
 from tidemill.errors import ConfigError, DataError
@@ -18,7 +21,7 @@ from tidemill.errors import ConfigError, DataError
 Row = dict[str, Any]
 Located = tuple[str, Any]
 
-FORMS = "a .jsonl or .parquet file, hf://DATASET:SPLIT, or reasoning_gym://TASK"
+FORMS = "a .jsonl or .parquet file, hf://DATASET:SPLIT[?OPTION=VALUE], or reasoning_gym://TASK[?OPTION=VALUE]"
 
 
 def load_rows(source: str, config: DataConfig, key: str = "data.train") -> list[Row]:
@@ -42,16 +45,29 @@ def load_rows(source: str, config: DataConfig, key: str = "data.train") -> list[
 def located_rows(source: str, config: DataConfig, key: str) -> Iterable[Located]:
     """Rows with the place that each came from."""
     scheme, separator, rest = source.partition("://")
-    if separator and scheme == "hf":
-        return hub_rows(rest, config.options, key)
-    if separator and scheme == "reasoning_gym":
-        return task_rows(rest, config, key)
+    if separator and scheme in ("hf", "reasoning_gym"):
+        name, _, query = rest.partition("?")
+        options = {**config.options, **query_options(query, key, source)}
+        return hub_rows(name, options, key) if scheme == "hf" else task_rows(name, options, config, key)
     path = Path(source)
     if separator or path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(key, source, FORMS, "Convert the file, or mend the name.")
     if not path.is_file():
         raise DataError(f"{path}: no such file. Set {key} to a file that exists; relative names start at the config.")
     return jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path)
+
+
+def query_options(query: str, key: str, source: str) -> dict[str, Any]:
+    """`seed=2&size=50` as options of one source; the values are YAML.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+        return {name: yaml.safe_load(value) for name, value in pairs}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(key, source, FORMS, f"Mend what follows the question mark: {error}.") from error
 
 
 def jsonl_rows(path: Path) -> Iterator[Located]:
@@ -93,14 +109,14 @@ def hub_rows(address: str, options: Mapping[str, Any], key: str) -> Iterator[Loc
         yield f"{source}: row {number}", as_json(row)
 
 
-def task_rows(task: str, config: DataConfig, key: str) -> Iterator[Located]:
+def task_rows(task: str, options: Mapping[str, Any], config: DataConfig, key: str) -> Iterator[Located]:
     """Generated tasks; the column `entry` holds what `reasoning_gym` needs to score an answer."""
     source = f"reasoning_gym://{task}"
     gym = import_library("reasoning_gym", "reasoning-gym", key, source)
     try:
-        dataset = gym.create_dataset(task, **config.options)
+        dataset = gym.create_dataset(task, **options)
     except (ValueError, TypeError, AssertionError) as error:
-        raise DataError(f"{source} with options {config.options}: {error}") from error
+        raise DataError(f"{source} with options {options}: {error}") from error
     for number, entry in enumerate(dataset, start=1):
         row = {config.prompt_key: entry["question"], config.answer_key: entry["answer"], "entry": as_json(entry)}
         yield f"{source}: row {number}", row

@@ -23,7 +23,7 @@ from typing import Any
 from tidemill.config import RunConfig
 from tidemill.errors import CheckpointError, StoreError
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
-from tidemill.store.server import open_store
+from tidemill.store.server import open_store, store_folder
 
 FORMAT = 1
 STATE = "state.json"
@@ -250,6 +250,18 @@ class Checkpoints:
             f"none of the checkpoints {versions} below {self.store.uri(self.prefix)} is intact: "
             "restore the bucket, or start over under another run name"
         )
+
+
+def has_checkpoints(config: RunConfig) -> bool:
+    """Whether a run of this name has committed anything to the store that it is configured with.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
+    if config.store.endpoint == "embedded" and not store_folder(config.output).is_dir():
+        return False
+    with open_checkpoints(config) as checkpoints:
+        return bool(checkpoints.versions())
 
 
 def encode_state(state: Mapping[str, object]) -> bytes:

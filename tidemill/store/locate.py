@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.config import RunConfig, StoreConfig
 from tidemill.store.models import ResolvedModel, default_cache, resolve_model
 from tidemill.store.object_store import parse_uri
-from tidemill.store.registry import model_source
+from tidemill.store.registry import model_source, pinned_uri
 from tidemill.store.server import open_store
 from tidemill.store.tracking import tracking_uri
 
@@ -49,11 +50,23 @@ class Locator:
             del cache
             uri = model_source(address, self.registry) if address.startswith("models:/") else address
             bucket, prefix = parse_uri(uri)
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier try, perhaps of another model
             with open_store(self.store.model_copy(update={"bucket": bucket}), self.output) as store:
                 store.download_folder(prefix, folder)
             return folder
 
         return resolve_model(name, default_cache(), fetch)
+
+
+def pin_model(config: RunConfig) -> RunConfig:
+    """The settings with `models:/NAME@ALIAS` as `models:/NAME/VERSION`: an alias may move while the run goes on.
+
+    Raises:
+        ModelError: there is no such alias.
+    """
+    if not config.model.startswith("models:/"):
+        return config
+    return config.model_copy(update={"model": pinned_uri(config.model, tracking_uri(config))})
 
 
 def locate_model(config: RunConfig) -> ResolvedModel:

@@ -98,7 +98,18 @@ def existing_version(client: Any, name: str, source_uri: str, run_id: str) -> st
 
 
 def model_source(uri: str, tracking: str) -> str:
-    """Where a registered model lies: the `s3://` source of `models:/NAME/VERSION` or `models:/NAME@alias`.
+    """Where a registered model lies: the `s3://` source of `models:/NAME/VERSION` or `models:/NAME@alias`."""
+    return str(model_version(uri, tracking).source)
+
+
+def pinned_uri(uri: str, tracking: str) -> str:
+    """`models:/NAME/VERSION` of the version that a URI names now."""
+    version = model_version(uri, tracking)
+    return f"models:/{version.name}/{version.version}"
+
+
+def model_version(uri: str, tracking: str) -> Any:
+    """The version of MLflow's registry that a URI names.
 
     Args:
         uri: the model.
@@ -116,8 +127,8 @@ def model_source(uri: str, tracking: str) -> str:
 
     try:
         if match["alias"]:
-            return str(client.get_model_version_by_alias(name, match["alias"]).source)
-        return str(client.get_model_version(name, match["version"]).source)
+            return client.get_model_version_by_alias(name, match["alias"])
+        return client.get_model_version(name, match["version"])
     except MlflowException as error:
         if error.error_code not in MISSING:
             raise ModelError(f"model {uri!r}: the registry {tracking} does not answer: {error}") from error

@@ -74,14 +74,11 @@ def find_restart(config: RunConfig, checkpoints: Checkpoints) -> Restart | None:
     """The newest intact commit of a run of this name, if there is one.
 
     Raises:
-        ConfigError: there is one and `checkpoint.resume` is `never`, or it was made with other settings.
+        ConfigError: it was made with other settings.
         CheckpointError: there are commits and none is intact.
     """
     if checkpoints.latest() is None:
         return None
-    if config.checkpoint.resume == "never":
-        fix = "Take another name, or let it resume."
-        raise ConfigError("checkpoint.resume", "never", f"auto, because {config.name} has checkpoints", fix)
     with TemporaryDirectory(prefix="tidemill-restart-") as folder:
         found = checkpoints.newest_valid(Path(folder))
     if found is None:

@@ -13,12 +13,14 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import tidemill
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
+from tidemill.protocols import Evaluation
 from tidemill.store.metric_writer import MetricWriter, Point, Spool, Unwritten
 
 METRIC_NAME = re.compile(r"^[A-Za-z0-9_\-. :/]{1,250}$")
@@ -79,6 +81,14 @@ class Tracker:
         """
         now = int(time.time() * 1000)
         self.writer.add([Point(check_name(key), float(value), now, step) for key, value in metrics.items()])
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Record a held-out score, and every answer as the table `answers/STEP.json`."""
+        self.log(step, {"evaluation/score": evaluation.score})
+        answers = [asdict(answer) for answer in evaluation.answers]
+        if answers:
+            columns = {name: [answer[name] for answer in answers] for name in answers[0]}
+            self.log_table(f"answers/{step:06d}.json", columns)
 
     def log_text(self, text: str, name: str) -> None:
         """Store `text` as the artifact `name`, such as `report.md`."""

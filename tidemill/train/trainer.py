@@ -50,8 +50,8 @@ class Observer(Protocol):
         """An optimizer step is done, with everything that was measured."""
         ...
 
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """A held-out score is there."""
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """The policy that so many optimizer steps made has a held-out score."""
         ...
 
     def notice(self, text: str) -> None:
@@ -220,7 +220,7 @@ class Trainer:
         if every and version % every == 0 and not last:
             with timings.phase("evaluate"):
                 evaluation = await self.generation.evaluate(version)
-            self.observer.evaluated(evaluation)
+            self.observer.evaluated(self.position.step, evaluation)
         if self.commit and not last and self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
             with timings.phase("checkpoint"):
                 await self.commit(self.position)

@@ -1,0 +1,184 @@
+"""A whole run of a tiny model with everything real, killed in the middle of its training and resumed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from tiny_model import make_tiny_model
+
+from tidemill.config import RunConfig
+from tidemill.observe.events import EvaluationFinished, StepFinished, read_events
+from tidemill.observe.report import Summary
+from tidemill.run_file import load_config
+from tidemill.store.checkpoint import open_checkpoints
+from tidemill.store.tracking import make_client, tracking_uri
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+STEPS, BATCH, EVERY = 30, 4, 2
+TIMEOUT_S = 240
+REWARD = """
+def even(response, *, prompt, answer, extra):
+    words = response.split()
+    return sum(int(word[1:]) % 2 == 0 for word in words if word[1:].isdigit()) / max(1, len(words))
+"""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run left that was killed once and then went on to its end."""
+
+    config: RunConfig
+    output: str
+    killed_after: int
+    left_over: list[str]
+    summary: Summary
+
+    @property
+    def steps(self) -> list[StepFinished]:
+        return [e for e in read_events(self.config.folder / "events.jsonl") if isinstance(e, StepFinished)]
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """Prompts of a word or two; the reward counts even words."""
+    rows = [json.dumps({"prompt": f"w{first} w{first + 1}"}) for first in range(5, 37)]
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    (folder / "held_out.jsonl").write_text("\n".join(rows[:4]))
+    (folder / "rewards_of_test.py").write_text(REWARD)
+    return {
+        "name": "tiny",
+        "model": str(make_tiny_model(folder / "model", seed=0)),
+        "data": {"train": "train.jsonl", "held_out": "held_out.jsonl", "max_prompt_tokens": 16},
+        "rewards": [{"function": "rewards_of_test:even"}],
+        "rollout": {"group_size": 4, "max_new_tokens": 8, "dtype": "float32", "threads": 1},
+        "trainer": {
+            "steps": STEPS,
+            "ppo_mini_batch_size": BATCH,
+            "learning_rate": 0.003,
+            "precision": "float32",
+            "threads": 1,
+        },
+        "evaluation": {"every": 10},
+        "checkpoint": {"every": EVERY},
+    }
+
+
+def tidemill(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tidemill.cli", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def kill_in_training(process: subprocess.Popen[str], events: Path, step: int) -> int:
+    """End every process of a run at once, as a machine that fails does; returns the last step that was seen."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        done = [event.step for event in read_events(events) if isinstance(event, StepFinished)]
+        if done and done[-1] >= step:
+            break
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.02)
+    root = psutil.Process(process.pid)
+    family = [root, *root.children(recursive=True)]
+    for member in family:
+        member.suspend()  # so that none of them can act on the death of another
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family, timeout=30)
+    process.communicate(timeout=30)
+    return done[-1]
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Command lines of living processes that were told of a folder."""
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings(folder)))
+    with tidemill(folder, "run", "tiny.yaml") as first:
+        killed_after = kill_in_training(first, folder / "runs/tiny-1/events.jsonl", 2 * EVERY + 1)
+    with tidemill(folder, "run", "--resume", "tiny-1") as second:
+        output = second.communicate(timeout=TIMEOUT_S)[0]
+    assert second.returncode == 0, output
+    config = load_config(folder / "runs/tiny-1/config.yaml")
+    return Resumed(config, output, killed_after, processes_in(folder), Summary.read(config.folder / "summary.json"))
+
+
+def test_run_goes_on_at_the_step_after_a_checkpoint(resumed: Resumed) -> None:
+    numbers = [event.step for event in resumed.steps]
+    [restart] = [index for index in range(1, len(numbers)) if numbers[index] <= numbers[index - 1]]
+    first, second = numbers[:restart], numbers[restart:]
+    assert first == list(range(1, len(first) + 1))
+    assert len(first) >= resumed.killed_after
+    assert second == list(range(second[0], STEPS + 1))
+    assert EVERY < second[0] <= len(first) + 1
+    assert second[0] % EVERY == 1
+
+
+def test_every_prompt_is_trained_exactly_once(resumed: Resumed, tmp_path: Path) -> None:
+    with open_checkpoints(resumed.config) as checkpoints:
+        state = checkpoints.load(STEPS, tmp_path)
+    ledger = state["ledger"]
+    assert ledger["trained"] == STEPS * BATCH == state["position"]["groups"]
+    assert ledger["cursor"] == ledger["trained"] + len(ledger["outstanding"]) + len(ledger["quarantined"])
+    assert ledger["dropped"]["restart"] > 0
+
+
+def test_policy_learns_within_the_staleness_bound(resumed: Resumed) -> None:
+    rewards = [event.metrics["reward/mean"] for event in resumed.steps]
+    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.1
+    assert resumed.summary.max_age is not None
+    assert resumed.summary.max_age <= resumed.config.asynchrony.max_staleness
+    assert max(event.metrics["sync/canary_gap"] for event in resumed.steps) < 1e-3
+
+
+def test_summary_holds_every_fact_of_the_run(resumed: Resumed) -> None:
+    summary = resumed.summary
+    assert summary.steps == STEPS
+    assert summary.model_version == "tiny/1"
+    assert None not in (summary.held_out_before, summary.held_out_after, summary.mlflow_run_id)
+    assert summary.checkpoint_uri == f"s3://tidemill/runs/tiny-1/checkpoints/{STEPS:08d}"
+    assert summary.total_seconds > summary.train_seconds > 0
+    assert summary.peak_memory_bytes is not None and summary.peak_memory_bytes > 2**28
+
+
+def test_mlflow_holds_one_run_with_scores_and_answers(resumed: Resumed) -> None:
+    client = make_client(tracking_uri(resumed.config))
+    experiment = client.get_experiment_by_name(resumed.config.tracking.experiment)
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.status) == (resumed.summary.mlflow_run_id, "FINISHED")
+    scored = {point.step for point in client.get_metric_history(run.info.run_id, "evaluation/score")}
+    assert scored >= {0, 10, 20, STEPS}
+    tables = {Path(file.path).stem for file in client.list_artifacts(run.info.run_id, "answers")}
+    assert tables >= {"000000", "000010", "000020", f"{STEPS:06d}"}
+
+
+def test_exported_model_loads_in_transformers_as_it_is(resumed: Resumed) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = resumed.config.folder / "model"
+    assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()) > 10_000
+    assert AutoTokenizer.from_pretrained(folder).decode([7]) == "w7"
+
+
+def test_screen_shows_steps_scores_and_what_to_do_next(resumed: Resumed) -> None:
+    events = read_events(resumed.config.folder / "events.jsonl")
+    last = [event.score for event in events if isinstance(event, EvaluationFinished)][-1]
+    for part in (f"{STEPS}/{STEPS}", f"->  {last:.3f}", "tiny/1", "generate models:/tiny/1", " ui"):
+        assert part in resumed.output
+
+
+def test_no_process_is_left(resumed: Resumed) -> None:
+    assert resumed.left_over == []
