@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,9 +91,10 @@ def test_every_start_gets_a_name_and_a_folder_of_its_own(example: RunConfig, tmp
 
 def test_name_under_which_the_store_has_a_checkpoint_is_not_fresh(example: RunConfig, tmp_path: Path) -> None:
     first = fresh(moved(example, tmp_path / "runs"))
+    (first.folder / "part").write_text("weights")
     with open_checkpoints(first) as checkpoints:
         checkpoints.commit(1, first.folder, {})
-    first.folder.rmdir()
+    shutil.rmtree(first.folder)
     assert fresh(moved(example, tmp_path / "runs")).name == "addition-2"
 
 
