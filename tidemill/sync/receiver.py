@@ -68,7 +68,9 @@ class Receiver:
             yield replace(update, path=str(path))
 
     def close(self) -> None:
-        """Free the memory if no other engine of this host is left."""
+        """Free the memory if no other engine of this host is left. May be called again."""
+        if self.users.closed:
+            return
         if try_lock(self.users, fcntl.LOCK_EX):
             self.delete_all_but(None)
         self.users.close()
