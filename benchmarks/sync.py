@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for each other would measure what else the machine does
     largest = max(arguments.megabytes) * 10**6
     ray.init(num_cpus=2, object_store_memory=max(10**8, 3 * largest), include_dashboard=False, configure_logging=False)
     try:

@@ -122,7 +122,7 @@ def test_a_delta_is_a_small_share_of_a_snapshot(rig: Rig) -> None:
 async def test_large_weights_travel_in_several_parts(rig: Rig) -> None:
     receiver = rig.receiver()
     for version in range(2):
-        tensors = {name: torch.full((5 << 20,), float(version)) for name in "abc"}
+        tensors = {name: torch.full((5 << 20,), 1.0 + version) for name in "abc"}
         assert await fetched(receiver, rig.publish(version, tensors).update) == rig.files[version]
     assert [key.rpartition("/")[2] for key in rig.keys(1)] == ["manifest", "part-0000", "part-0001", "part-0002"]
 
@@ -300,14 +300,29 @@ async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.L
 class Counting(ObjectStore):
     """Notes what is read."""
 
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store.client, store.endpoint, store.bucket)
+        self.read: list[str] = []
+
     def get_bytes(self, key: str) -> bytes:
-        self.read: list[str] = [*vars(self).get("read", []), key]
+        self.read.append(key)
         return super().get_bytes(key)
+
+
+async def test_a_receiver_reads_no_more_than_what_changed_since_its_base(rig: Rig) -> None:
+    counting = Counting(rig.store)
+    receiver = rig.receiver(store=counting)
+    for version in (0, 1, 2, 3):
+        update = rig.publish(version).update
+        if version in (1, 3):
+            counting.read = []
+            await fetched(receiver, update)
+    assert sorted(counting.read) == [key for serial in (3, 4) for key in rig.keys(serial)]
 
 
 async def test_engines_of_one_host_fetch_once(rig: Rig) -> None:
     update = rig.publish(0).update
-    counting = Counting(rig.store.client, rig.store.endpoint, rig.store.bucket)
+    counting = Counting(rig.store)
     receivers = [rig.receiver(store=counting) for _ in range(4)]
     assert await asyncio.gather(*(fetched(r, update) for r in receivers)) == 4 * [rig.files[0]]
     assert sorted(counting.read) == sorted(set(counting.read))

@@ -49,9 +49,16 @@ def test_a_delta_gives_the_new_tensor_bit_for_bit(case: tuple[int, list[Bytes]])
 
 
 @given(versions())
-def test_a_tensor_without_a_base_comes_whole(case: tuple[int, list[Bytes]]) -> None:
-    width, (other, new) = case
-    assert applied(encode(new, None, width), other, width).tobytes() == new.tobytes()
+def test_a_tensor_without_a_base_is_made_from_zeros(case: tuple[int, list[Bytes]]) -> None:
+    width, (_, new) = case
+    assert applied(encode(new, None, width), np.zeros_like(new), width).tobytes() == new.tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.7), (torch.float32, 0.85)])
+def test_weights_without_a_base_travel_compressed(dtype: torch.dtype, share: float) -> None:
+    torch.manual_seed(0)
+    new = raw((torch.randn(1_000_000) * 0.02).to(dtype))
+    assert len(encode(new, None, dtype.itemsize).data) < share * len(new)
 
 
 @given(versions(count=6))

@@ -161,7 +161,7 @@ def chain(store: ObjectStore, place: Place, base: Place | None) -> list[Link]:
 
 
 def reserve(path: Path, nbytes: int) -> Bytes:
-    """A new file of `nbytes`, mapped. Its memory is taken now: later there would be a signal in place of an error.
+    """A new file of `nbytes` zeros, mapped. Its memory is taken now: later there would be a signal, not an error.
 
     Raises:
         SyncError: there is not as much.
