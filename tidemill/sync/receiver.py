@@ -110,7 +110,7 @@ class Receiver:
             if base is None:
                 raise ChainError(f"cannot bring version {update.version} from the store: {error}. {FIX}") from error
             log.warning("version %s cannot be made from %s (%s); fetching it whole", update.version, base, error)
-            self.path(base).unlink()
+            self.path(base).unlink(missing_ok=True)
             return self.fetch(store, update)
         self.delete_all_but(path)
         return path
@@ -175,8 +175,15 @@ def reserve(path: Path, nbytes: int) -> Bytes:
 
 
 def copy_base(path: Path, data: Bytes) -> None:
-    """Fill `data` with the version that the first delta is against."""
-    base = np.memmap(path, dtype=np.uint8, mode="r")
+    """Fill `data` with the version that the first delta is against.
+
+    Raises:
+        ChainError: its file is not there any more, or is of another size.
+    """
+    try:
+        base = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise ChainError(f"{path} cannot be read: {error}") from error
     if len(base) != len(data):
         raise ChainError(f"{path} has {len(base)} bytes and a delta for {len(data)} came")
     data[:] = base
