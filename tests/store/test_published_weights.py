@@ -300,6 +300,14 @@ async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.L
     assert late.loaded == rig.files[3]
 
 
+async def test_a_store_that_fails_is_an_error_of_the_version(rig: Rig) -> None:
+    publisher = synchronizer(rig, Receiving(rig.receiver()))
+    await publisher.publish(0, "keep")
+    rig.store = Crashing(rig.store.client, rig.store.endpoint, rig.store.bucket)
+    with pytest.raises(SyncError, match=r"version 1 could not be published .* the machine went down"):
+        await publisher.publish(1, "keep")
+
+
 class Counting(ObjectStore):
     """Notes what is read."""
 

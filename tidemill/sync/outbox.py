@@ -112,12 +112,22 @@ class StoreOutbox:
     prefix: str
 
     async def write(self, version: int) -> Publication:
-        """See `Outbox`."""
-        return await self.publish(version)
+        """See `Outbox`.
+
+        Raises:
+            SyncError: the store failed.
+        """
+        try:
+            return await self.publish(version)
+        except StoreError as error:
+            raise SyncError(f"version {version} could not be published through the object store: {error}") from error
 
     async def snapshot(self) -> Publication:
-        """See `Outbox`."""
-        return await self.republish()
+        """See `Outbox`; raises as `write`."""
+        try:
+            return await self.republish()
+        except StoreError as error:
+            raise SyncError(f"the newest version could not be published as a snapshot: {error}") from error
 
     def retire(self, update: WeightUpdate) -> None:
         """Nothing: later deltas may need it, so the publisher decides."""
