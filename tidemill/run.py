@@ -233,7 +233,7 @@ class Run:
             model_version=None,
             mlflow_run_id=observer.tracker.run_id,
             samples=samples(before),
-            skipped=Counter(dict(self.ledger.get("quarantined", {})).values()),
+            skipped=dict(Counter(dict(self.ledger.get("quarantined", {})).values())),
             dropped=dict(self.ledger.get("dropped", {})),
             phase_seconds={name: seconds[name] for name in PHASES if name in seconds},
         )

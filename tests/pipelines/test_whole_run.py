@@ -28,6 +28,8 @@ STEPS, BATCH, EVERY = 30, 4, 2
 TIMEOUT_S = 240
 REWARD = """
 def even(response, *, prompt, answer, extra):
+    if prompt == "w90 w91":
+        raise ValueError("no opinion")
     words = response.split()
     return sum(int(word[1:]) % 2 == 0 for word in words if word[1:].isdigit()) / max(1, len(words))
 """
@@ -49,9 +51,10 @@ class Resumed:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """Prompts of a word or two; the reward counts even words."""
+    """Prompts of two words, one that the reward fails for and one that is too long; the reward counts even words."""
     rows = [json.dumps({"prompt": f"w{first} w{first + 1}"}) for first in range(5, 37)]
-    (folder / "train.jsonl").write_text("\n".join(rows))
+    bad = [json.dumps({"prompt": "w90 w91"}), json.dumps({"prompt": "w3 " * 17})]
+    (folder / "train.jsonl").write_text("\n".join([*rows, *bad]))
     (folder / "held_out.jsonl").write_text("\n".join(rows[:4]))
     (folder / "rewards_of_test.py").write_text(REWARD)
     return {
@@ -134,6 +137,14 @@ def test_every_prompt_is_trained_exactly_once(resumed: Resumed, tmp_path: Path) 
     assert ledger["trained"] == STEPS * BATCH == state["position"]["groups"]
     assert ledger["cursor"] == ledger["trained"] + len(ledger["outstanding"]) + len(ledger["quarantined"])
     assert ledger["dropped"]["restart"] > 0
+
+
+def test_prompts_that_cannot_be_trained_are_skipped_and_reported(resumed: Resumed) -> None:
+    assert resumed.summary.skipped.keys() == {"too_long", "reward_error"}
+    for reason, number in resumed.summary.skipped.items():
+        assert f"skipped prompts: {number} ({reason})" in resumed.output
+    log = (resumed.config.folder / "log.txt").read_text(errors="replace")
+    assert "ValueError: no opinion" in log
 
 
 def test_policy_learns_within_the_staleness_bound(resumed: Resumed) -> None:
