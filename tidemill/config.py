@@ -181,8 +181,11 @@ class TrainerConfig(Section):
 class SyncConfig(Section):
     """How new weights reach the engines."""
 
-    transport: Literal["shared_memory"] = "shared_memory"
-    """A tensor file in memory that trainer and engines of one host map."""
+    transport: Literal["shared_memory", "object_store"] = "shared_memory"
+    """`shared_memory` is a tensor file in memory that trainer and engines of one host map; `object_store` brings what
+    changed through `store`, also to engines on other hosts."""
+    full_every: Positive = 10
+    """`object_store`: a full snapshot every so many versions, deltas in between; 1 sends everything every time."""
     timeout_s: Seconds = 300.0
     """A publication that takes longer fails the run."""
     canary_max_gap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5

@@ -8,6 +8,7 @@ TidemillError
 │   └── RewardTimeoutError   a reward function did not return in time
 ├── EngineError      a generation engine failed or did not answer in time
 ├── SyncError        weights did not arrive whole at an engine
+│   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
 ├── CheckpointError  a checkpoint is missing, incomplete or does not fit this run
 └── RunError         a run cannot go on: an actor died or made no progress in time
@@ -55,6 +56,10 @@ class EngineError(TidemillError, RuntimeError):
 
 class SyncError(TidemillError, RuntimeError):
     """New weights did not arrive whole at an engine, or the engine computes something else with them."""
+
+
+class ChainError(SyncError):
+    """What the object store has of a version, or of those it builds upon, is damaged or incomplete."""
 
 
 class StoreError(TidemillError, OSError):

@@ -120,9 +120,11 @@ def rooms(config: RunConfig, weights: int) -> Iterator[Room]:
     """Estimates, on the low side, of what a run on this machine takes."""
     output = nearest_folder(config.output)
     checkpoints = (config.checkpoint.keep + 1) * CHECKPOINT_BYTES_PER_WEIGHT * weights
+    # Two snapshots in the store; and in memory the trainer's newest export beside the engines' old and new one.
+    snapshots, copies = (2, 3) if config.sync.transport == "object_store" else (0, 2)
     yield Room(
         f"disk below {config.output}",
-        GIB + checkpoints + 3 * EXPORTED_BYTES_PER_WEIGHT * weights,
+        GIB + checkpoints + (3 + snapshots) * EXPORTED_BYTES_PER_WEIGHT * weights,
         shutil.disk_usage(output).free,
         "Free some, name another folder with output=..., or keep fewer checkpoints (checkpoint.keep).",
     )
@@ -138,7 +140,7 @@ def rooms(config: RunConfig, weights: int) -> Iterator[Room]:
     if SHARED_MEMORY.is_dir():
         yield Room(
             f"shared memory in {SHARED_MEMORY}",
-            RAY_OBJECT_STORE + 2 * EXPORTED_BYTES_PER_WEIGHT * weights,
+            RAY_OBJECT_STORE + copies * EXPORTED_BYTES_PER_WEIGHT * weights,
             shutil.disk_usage(SHARED_MEMORY).free,
             "In a container start it with a larger one, for example --shm-size=4g.",
         )

@@ -32,9 +32,12 @@ from tidemill.protocols import Evaluation
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.locate import locate_model
 from tidemill.store.models import ResolvedModel
+from tidemill.store.object_store import ObjectStore
 from tidemill.store.restart import Restart, find_restart, identity
 from tidemill.store.server import open_store
 from tidemill.store.tracking import Tracker
+from tidemill.sync.manifest import weights_prefix
+from tidemill.sync.outbox import MemoryOutbox, Outbox, StoreOutbox
 from tidemill.sync.synchronizer import Synchronizer
 from tidemill.train.trainer import Position, Trainer
 
@@ -106,7 +109,7 @@ class Run:
             tracker = Tracker.start(self.config, restart.mlflow_run_id if restart else None)
             observer = RunObserver(self.config, self.log, tracker)
             try:
-                parts = await self.start_parts(observer, restart)
+                parts = await self.start_parts(observer, restart, store)
                 try:
                     before = await self.begin(parts, observer, restart)
                     trainer = self.make_trainer(parts, observer, restart, before)
@@ -120,7 +123,7 @@ class Run:
             tracker.finish("FINISHED")
         return self.summarise(trainer, observer, before, model_uri, memory, time.monotonic() - started)
 
-    async def start_parts(self, observer: RunObserver, restart: Restart | None) -> Parts:
+    async def start_parts(self, observer: RunObserver, restart: Restart | None, store: ObjectStore) -> Parts:
         """Place all actors; engines and trainer load at the same time."""
         config, path = self.config, str(self.model.path)
         observer.phase(
@@ -137,8 +140,8 @@ class Run:
             await ranks.restore(version)
         generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
         await loaded(config, [generation.start()])
-        canary, folder = await generation.canary(), weights_folder(config)
-        publisher = Synchronizer(engines, config.sync, folder, ranks.export, ranks.score, canary)
+        canary = await generation.canary()
+        publisher = Synchronizer(engines, config.sync, make_outbox(config, ranks, store), ranks.score, canary)
         return Parts(engines, ranks, queue, generation, publisher)
 
     async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:
@@ -234,6 +237,13 @@ class Run:
             dropped=dict(self.ledger.get("dropped", {})),
             phase_seconds={name: seconds[name] for name in PHASES if name in seconds},
         )
+
+
+def make_outbox(config: RunConfig, ranks: RemoteRanks, store: ObjectStore) -> Outbox:
+    """The trainer's side of `sync.transport`."""
+    if config.sync.transport == "object_store":
+        return StoreOutbox(ranks.publish_weights, ranks.republish_weights, store, weights_prefix(config.name))
+    return MemoryOutbox(weights_folder(config), ranks.export)
 
 
 async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]]) -> None:

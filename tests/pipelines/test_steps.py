@@ -12,7 +12,7 @@ from tidemill_components.teardown import teardown
 from tidemill_components.train import train
 from tidemill_components.validate import validate
 
-from tidemill.config import RunConfig
+from tidemill.config import RunConfig, SyncConfig
 from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
 from tidemill.failure import Failure
 from tidemill.observe.events import read_events
@@ -116,3 +116,12 @@ def test_demo_needs_no_more_than_a_small_machine_has(addition: RunConfig) -> Non
     needs = {room.what.split()[0]: room.needed / 2**30 for room in rooms(addition, weights=135_000_000)}
     assert needs["memory"] < 8
     assert needs["disk"] < 10
+
+
+def test_weights_through_the_object_store_need_room_for_one_more_copy_in_memory(addition: RunConfig) -> None:
+    through_store = addition.model_copy(update={"sync": SyncConfig(transport="object_store")})
+    plain, more = (
+        {room.what.split()[0]: room.needed for room in rooms(config, weights=1000)}
+        for config in (addition, through_store)
+    )
+    assert (more["shared"] - plain["shared"], more["disk"] - plain["disk"]) == (2 * 1000, 2 * 2 * 1000)

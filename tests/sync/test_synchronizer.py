@@ -14,6 +14,7 @@ from tidemill.config import SyncConfig
 from tidemill.errors import SyncError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.sync.outbox import MemoryOutbox
 from tidemill.sync.synchronizer import Synchronizer
 
 CANARY = np.arange(6, dtype=np.int32)
@@ -39,7 +40,8 @@ async def uniform(tokens: Any) -> Any:
 
 def synchronizer(tmp_path: Path, *engines: FakeEngine, score: Any = uniform, **options: Any) -> Synchronizer:
     expected = options.pop("expected_nbytes", 0)
-    return Synchronizer(engines, SyncConfig(**options), tmp_path / "shm", export, score, CANARY, expected)
+    outbox = MemoryOutbox(tmp_path / "shm", export, expected)
+    return Synchronizer(engines, SyncConfig(**options), outbox, score, CANARY)
 
 
 async def test_every_engine_adopts_the_version(tmp_path: Path) -> None:
@@ -143,6 +145,6 @@ async def test_an_export_of_another_size_than_announced_is_refused(tmp_path: Pat
     async def cut(path: Path) -> int:
         return path.write_bytes(b"weights") + 1
 
-    publisher = Synchronizer([FakeEngine()], SyncConfig(), tmp_path / "shm", cut, uniform, CANARY)
+    publisher = Synchronizer([FakeEngine()], SyncConfig(), MemoryOutbox(tmp_path / "shm", cut), uniform, CANARY)
     with pytest.raises(SyncError, match="announced 8 bytes"):
         await publisher.publish(1, "keep")

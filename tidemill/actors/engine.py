@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from tidemill.actors.call import MAX_CALLS, call
-from tidemill.cluster.local import cluster_resources
+from tidemill.cluster.local import cluster_resources, weights_folder
 from tidemill.config import RunConfig
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
+from tidemill.store.server import open_store
+from tidemill.sync.receiver import Receiver
 
 
 class EngineActor:
@@ -25,6 +28,7 @@ class EngineActor:
         self.engine = VllmEngine(
             model_path, config.rollout, config.data.max_prompt_tokens, config.seed + index, config.sync.transport
         )
+        self.receiver = make_receiver(config) if config.sync.transport == "object_store" else None
 
     async def start(self) -> None:
         """Load the model; returns when the first request can come."""
@@ -43,8 +47,18 @@ class EngineActor:
         await self.engine.abort(request_ids)
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        """See `Engine`."""
-        await self.engine.update_weights(update, mode)
+        """See `Engine`; generation goes on while the weights are fetched."""
+        async with self.fetched(update) as local:
+            await self.engine.update_weights(local, mode)
+
+    @asynccontextmanager
+    async def fetched(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
+        """The update as a file of this host."""
+        if self.receiver is None:
+            yield update
+            return
+        async with self.receiver.local(update) as local:
+            yield local
 
     async def version(self) -> int:
         """See `Engine`."""
@@ -57,6 +71,17 @@ class EngineActor:
     async def shutdown(self) -> None:
         """See `Engine`."""
         await self.engine.shutdown()
+        if self.receiver is not None:
+            self.receiver.close()
+
+
+def make_receiver(config: RunConfig) -> Receiver:
+    """The receiving end of the object store; engines of one host share what they fetch."""
+    return Receiver(
+        weights_folder(config) / "received",
+        lambda: open_store(config.store, config.output),
+        config.sync.timeout_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import asyncio
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from tidemill.actors.call import IO, call
-from tidemill.cluster.local import cluster_resources
+from tidemill.cluster.local import cluster_resources, weights_folder
 from tidemill.config import RunConfig
+from tidemill.observe.timings import Timings
 from tidemill.protocols import Delivery
 from tidemill.records import Float32Array, Group, Int32Array
+from tidemill.store.object_store import ObjectStore
+from tidemill.store.server import open_store
+from tidemill.sync.manifest import weights_prefix
+from tidemill.sync.outbox import Publication, check_room
+from tidemill.sync.publisher import WeightPublisher
 from tidemill.train.batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ class RankActor:
     def __init__(self, config: RunConfig, model_path: str, rank: int, init_method: str | None) -> None:
         self.config, self.model_path, self.rank, self.init_method = config, model_path, rank, init_method
         self.staging = TemporaryDirectory(prefix="tidemill-checkpoint-")
+        self.publisher = WeightPublisher(weights_prefix(config.name), config.sync.full_every)
 
     def load(self) -> None:
         """Load the policy; not in the constructor, whose errors would look like the death of a process."""
@@ -64,6 +72,27 @@ class RankActor:
 
         dtype = compute_dtype(self.config.rollout.dtype, self.policy.device)
         return self.policy.export(path, dtype)
+
+    def publish_weights(self, version: int) -> Publication:
+        """Export, and upload as `version`; see `sync.publisher`."""
+        folder, timings = weights_folder(self.config), Timings()
+        folder.mkdir(parents=True, exist_ok=True)
+        check_room(folder, self.publisher.nbytes)
+        path = folder / f"rank-{self.rank}.safetensors"
+        with timings.phase("sync_write"):
+            self.export(str(path))
+        with timings.phase("sync_upload"), self.store() as store:
+            publication = self.publisher.publish(store, version, path)
+        return replace(publication, metrics={**publication.metrics, **timings.metrics()})
+
+    def republish_weights(self) -> Publication:
+        """Upload the newest version again, as a full snapshot."""
+        with self.store() as store:
+            return self.publisher.snapshot(store)
+
+    def store(self) -> AbstractContextManager[ObjectStore]:
+        """The run's object store."""
+        return open_store(self.config.store, self.config.output)
 
     def snapshot(self) -> None:
         """Write everything a restart needs to the staging folder; training may go on when this returns."""
@@ -129,6 +158,16 @@ class RemoteRanks:
         """Write the weights for the engines; returns the bytes."""
         nbytes: int = await self.first("export", str(path), timeout_s=None)
         return nbytes
+
+    async def publish_weights(self, version: int) -> Publication:
+        """Bring the weights to the object store; the synchronizer has the deadline, as for `export`."""
+        publication: Publication = await self.first("publish_weights", version, timeout_s=None)
+        return publication
+
+    async def republish_weights(self) -> Publication:
+        """Bring the newest version to the object store once more, whole."""
+        publication: Publication = await self.first("republish_weights", timeout_s=None)
+        return publication
 
     async def snapshot(self) -> None:
         """Stage a checkpoint."""

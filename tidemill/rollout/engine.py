@@ -102,7 +102,9 @@ class VllmEngine:
             self._model_path, self._rollout, self._max_prompt_tokens, current_platform.device_type
         )
         self._context, self._max_sequences = settings["max_model_len"], settings["max_num_seqs"]
-        transfer = WeightTransferConfig(backend={"shared_memory": BACKEND}[self._transport])
+        # What comes from the object store is a file in memory by the time it is loaded.
+        backend = {"shared_memory": BACKEND, "object_store": BACKEND}[self._transport]
+        transfer = WeightTransferConfig(backend=backend)
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=self._model_path, seed=self._seed, weight_transfer_config=transfer, **settings)
         )

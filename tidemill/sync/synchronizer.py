@@ -3,64 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import shutil
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 
 from tidemill.config import SyncConfig
-from tidemill.errors import SyncError
+from tidemill.errors import ChainError, SyncError
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Engine, PauseMode, WeightUpdate
 from tidemill.records import Float32Array, Int32Array
+from tidemill.sync.outbox import Outbox
 
-Export = Callable[[Path], Awaitable[int]]
 Score = Callable[[Int32Array], Awaitable[Float32Array]]
 WORST_TOKENS = 3
 NOISE_FLOOR, NOISE_FACTOR = 0.01, 10.0
 """The first publication shows how far equal weights differ by rounding, in nats: nearly nothing in float32, some
 hundredths in bfloat16. A gap beyond the floor and so many times that is not rounding."""
+LOG = logging.getLogger(__name__)
 
 
 class Synchronizer:
-    """Brings weights from one trainer to engines of the same host.
+    """Brings weights from one trainer to all engines.
 
     Args:
         engines: all of them; those that join later come through `late_join`.
         config: deadline and canary.
-        folder: of its own, on a memory-backed file system; made here, removed by `close`.
-        export: writes the trainer's weights to a safetensors file and returns its size in bytes.
+        outbox: where the trainer puts a version; closed by `close`.
         score: `[T-1]` natural log-probs of `tokens[1:]` under the trainer's weights at temperature 1.
         canary: `[T]` int32, the tokens that trainer and engines must agree on.
-        expected_nbytes: size of an export, so that room is checked before the first one too.
     """
 
     def __init__(
         self,
         engines: Sequence[Engine],
         config: SyncConfig,
-        folder: Path,
-        export: Export,
+        outbox: Outbox,
         score: Score,
         canary: Int32Array,
-        expected_nbytes: int = 0,
     ) -> None:
         self._engines = list(engines)
         self._config = config
-        self._folder = folder
-        self._export = export
+        self._outbox = outbox
         self._score = score
         self._canary = canary
-        self._nbytes = expected_nbytes
         self._newest: WeightUpdate | None = None
         self._reference: Float32Array | None = None
         self._bound = config.canary_max_gap
-        # A run that was killed may have left its files here.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
 
     async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
         """Bring the trainer's present weights to every engine as `version`.
@@ -69,24 +59,26 @@ class Synchronizer:
 
         Returns:
             `time/sync_export`, `time/sync_adopt`, `time/sync_canary` in seconds, `sync/bytes`, and
-            `sync/canary_gap`, the widest mean gap of any engine.
+            `sync/canary_gap`, the widest mean gap of any engine; and what the transport adds.
 
         Raises:
             SyncError: no room, no answer before the deadline, an engine that refused, or a gap above the bound.
         """
         timings = Timings()
         with timings.phase("sync_export"):
-            update = await self._write(version)
+            async with self._deadline(f"export version {version}"):
+                publication = await self._outbox.write(version)
         with timings.phase("sync_adopt"):
-            await self._all(lambda engine: engine.update_weights(update, mode), f"adopt version {version}")
+            update = await self._adopt(publication.update, self._engines, mode, f"adopt version {version}")
         outdated, self._newest, self._reference = self._newest, update, None
         with timings.phase("sync_canary"):
             gap = await self._check_canary(self._engines)
         if outdated is None and self._bound is not None:
             self._bound = min(self._bound, NOISE_FLOOR + NOISE_FACTOR * gap)
         if outdated is not None and outdated.path != update.path:
-            Path(outdated.path).unlink()
-        return timings.metrics() | {"sync/bytes": float(update.nbytes), "sync/canary_gap": gap}
+            self._outbox.retire(outdated)
+        facts = {"sync/bytes": float(update.nbytes), "sync/canary_gap": gap}
+        return {**timings.metrics(), **facts, **publication.metrics}
 
     async def late_join(self, engine: Engine) -> None:
         """Give an engine that started, or started again, the newest version; later ones reach it too.
@@ -97,49 +89,38 @@ class Synchronizer:
         if engine not in self._engines:
             self._engines.append(engine)
         if self._newest is not None:
-            update = self._newest
-            async with self._deadline(f"adopt version {update.version} late"):
-                await engine.update_weights(update, "keep")
+            newest = self._newest
+            adopted = await self._adopt(newest, [engine], "keep", f"adopt version {newest.version} late")
+            if self._newest is newest:  # no newer one was published meanwhile
+                self._newest = adopted
             await self._check_canary([engine])
 
     def close(self) -> None:
-        """Free the memory; engines keep the weights they adopted."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Free what the outbox holds; engines keep the weights they adopted."""
+        self._outbox.close()
 
-    async def _write(self, version: int) -> WeightUpdate:
-        self._check_room()
-        path = self._folder / f"v{version}.safetensors"
+    async def _adopt(self, update: WeightUpdate, engines: Sequence[Engine], mode: PauseMode, what: str) -> WeightUpdate:
+        """Have engines adopt a version; returns what they adopted: a snapshot where `update` had come to harm."""
         try:
-            async with self._deadline(f"export version {version}"):
-                self._nbytes = await self._export(path)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise self._no_room() from error
-        if not path.is_file() or path.stat().st_size != self._nbytes:
-            raise SyncError(f"the export of version {version} announced {self._nbytes} bytes and left another {path}")
-        return WeightUpdate(version, str(path), self._nbytes)
+            await self._all(engines, lambda engine: engine.update_weights(update, mode), what)
+        except ChainError as error:
+            LOG.warning("%s; publishing version %d as a snapshot", error, update.version)
+        else:
+            return update
+        async with self._deadline(f"publish version {update.version} as a snapshot"):
+            snapshot = (await self._outbox.snapshot()).update
+        await self._all(engines, lambda engine: engine.update_weights(snapshot, mode), what)
+        return snapshot
 
-    def _check_room(self) -> None:
-        if shutil.disk_usage(self._folder).free < self._nbytes:
-            raise self._no_room()
-
-    def _no_room(self) -> SyncError:
-        free = shutil.disk_usage(self._folder).free
-        return SyncError(
-            f"no room for the weights in {self._folder}: {self._nbytes or 'an unknown number of'} bytes needed, "
-            f"{free} free. Old and new weights lie there together for a moment; enlarge /dev/shm (in a pod: a memory "
-            "emptyDir on /dev/shm)"
-        )
-
-    async def _all(self, call: Callable[[Engine], Awaitable[None]], what: str) -> None:
-        """Call every engine at once and let all of them end, so that none is left in the middle of an update."""
+    async def _all(self, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]], what: str) -> None:
+        """Call engines at once and let all of them end, so that none is left in the middle of an update."""
         async with self._deadline(what):
-            results = await asyncio.gather(*(call(engine) for engine in self._engines), return_exceptions=True)
-        failures = [(i, result) for i, result in enumerate(results) if isinstance(result, BaseException)]
+            results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
+        failures = [(engine, result) for engine, result in zip(engines, results, strict=True) if result is not None]
         if failures:
-            text = "; ".join(f"engine {index}: {error}" for index, error in failures)
-            raise SyncError(f"{len(failures)} of {len(results)} engines did not {what}: {text}") from failures[0][1]
+            text = "; ".join(f"engine {self._engines.index(engine)}: {error}" for engine, error in failures)
+            kind = ChainError if any(isinstance(error, ChainError) for _, error in failures) else SyncError
+            raise kind(f"{len(failures)} of {len(results)} engines did not {what}: {text}") from failures[0][1]
 
     async def _check_canary(self, engines: Sequence[Engine]) -> float:
         """The widest mean gap of `engines`; 0 where the check is off."""

@@ -1,0 +1,159 @@
+"""Where the trainer puts a version for the engines to fetch, by `sync.transport`."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from tidemill.errors import StoreError, SyncError
+from tidemill.protocols import WeightUpdate
+from tidemill.store.object_store import ObjectStore
+
+log = logging.getLogger(__name__)
+Export = Callable[[Path], Awaitable[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version that engines can fetch, and metrics of how it got there."""
+
+    update: WeightUpdate
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Outbox(Protocol):
+    """One transport, seen from the trainer."""
+
+    async def write(self, version: int) -> Publication:
+        """Put the trainer's present weights there as `version`.
+
+        Raises:
+            SyncError: no room, or the export is not whole.
+        """
+        ...
+
+    async def snapshot(self) -> Publication:
+        """The newest version again, in a form that depends on nothing else."""
+        ...
+
+    def retire(self, update: WeightUpdate) -> None:
+        """No engine will fetch this one any more."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; engines keep the weights they adopted."""
+        ...
+
+
+class MemoryOutbox:
+    """`shared_memory`: a file that the engines of this host map.
+
+    Args:
+        folder: of its own, on a memory-backed file system; made here, removed by `close`.
+        export: writes the trainer's weights to a safetensors file and returns its size in bytes.
+        expected_nbytes: size of an export, so that room is checked before the first one too.
+    """
+
+    def __init__(self, folder: Path, export: Export, expected_nbytes: int = 0) -> None:
+        self._folder, self._export, self._nbytes = folder, export, expected_nbytes
+        self._newest: Publication | None = None
+        # A run that was killed may have left its files here.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    async def write(self, version: int) -> Publication:
+        """See `Outbox`."""
+        check_room(self._folder, self._nbytes)
+        path = self._folder / f"v{version}.safetensors"
+        try:
+            self._nbytes = await self._export(path)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise no_room(self._folder, self._nbytes) from error
+        if not path.is_file() or path.stat().st_size != self._nbytes:
+            raise SyncError(f"the export of version {version} announced {self._nbytes} bytes and left another {path}")
+        self._newest = Publication(WeightUpdate(version, str(path), self._nbytes))
+        return self._newest
+
+    async def snapshot(self) -> Publication:
+        """See `Outbox`; a file is whole by itself."""
+        assert self._newest is not None
+        return self._newest
+
+    def retire(self, update: WeightUpdate) -> None:
+        """See `Outbox`."""
+        Path(update.path).unlink()
+
+    def close(self) -> None:
+        """See `Outbox`."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOutbox:
+    """`object_store`: the trainer uploads by itself, `sync.publisher`, because it may be on another host.
+
+    Attributes:
+        publish: has the trainer upload its weights as a version.
+        republish: has it upload the newest version again, whole.
+        store: of the run.
+        prefix: key below which the weights of the run lie.
+    """
+
+    publish: Callable[[int], Awaitable[Publication]]
+    republish: Callable[[], Awaitable[Publication]]
+    store: ObjectStore
+    prefix: str
+
+    async def write(self, version: int) -> Publication:
+        """See `Outbox`.
+
+        Raises:
+            SyncError: the store failed.
+        """
+        try:
+            return await self.publish(version)
+        except StoreError as error:
+            raise SyncError(f"version {version} could not be published through the object store: {error}") from error
+
+    async def snapshot(self) -> Publication:
+        """See `Outbox`; raises as `write`."""
+        try:
+            return await self.republish()
+        except StoreError as error:
+            raise SyncError(f"the newest version could not be published as a snapshot: {error}") from error
+
+    def retire(self, update: WeightUpdate) -> None:
+        """Nothing: later deltas may need it, so the publisher decides."""
+
+    def close(self) -> None:
+        """See `Outbox`. What matters of a run is its checkpoint, so a failure here costs space and not the run."""
+        try:
+            self.store.delete_prefix(self.prefix)
+        except StoreError as error:
+            log.warning("published weights could not be deleted: %s", error)
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Refuse to write what will not fit.
+
+    Raises:
+        SyncError: naming the folder, what is needed and what is there.
+    """
+    if shutil.disk_usage(folder).free < nbytes:
+        raise no_room(folder, nbytes)
+
+
+def no_room(folder: Path, nbytes: int) -> SyncError:
+    """The error for a memory-backed folder that cannot take another `nbytes`; 0 is unknown."""
+    return SyncError(
+        f"no room for the weights in {folder}: {nbytes or 'an unknown number of'} bytes needed, "
+        f"{shutil.disk_usage(folder).free} free. Old and new weights lie there together for a moment; enlarge /dev/shm "
+        "(in a pod: a memory emptyDir on /dev/shm)"
+    )
