@@ -100,7 +100,7 @@ async def simulate(scenario: Scenario, make: Callable[[World], System], setting:
         max_age=max(world.ages),
         waste=world.wasted_s / world.busy_s,
         trainer_idle=world.waited_s / elapsed,
-        engines_idle=1 - world.busy_s / elapsed / scenario.slots,
+        engines_idle=max(0.0, 1 - world.busy_s / elapsed / scenario.slots),  # rounding
     )
     await system.stop()
     return outcome
@@ -172,7 +172,7 @@ def show(case: str, outcomes: dict[str, Outcome]) -> None:
     for name, o in outcomes.items():
         print(
             f"  {name:18}{o.setting:28}{o.share:>9.1%}{o.age:>7.2f}{o.max_age:>5.0f}{o.waste:>8.1%}"
-            f"{o.trainer_idle:>15.1%}{abs(o.engines_idle):>9.1%}"
+            f"{o.trainer_idle:>15.1%}{o.engines_idle:>9.1%}"
         )
 
 
