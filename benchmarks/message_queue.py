@@ -1,12 +1,15 @@
-"""Throughput and tail latency of the message queue, beside Ray's own `ray.util.queue.Queue`.
+"""Throughput, latency, memory and losses of the message queue, beside the `MessageQueue` actor of verl.
 
-Both carry the same groups (8 rollouts of 512 tokens, prompt of 256) between the same producers and one consumer, and
-both end with decoded groups. Ours: one safetensors blob a group in the object store, leased in batches, acknowledged.
-Other: one cloudpickled group a call, as verl's MessageQueue has it; verl itself is not installed, so this is its way of
-passing groups over Ray's queue, not a measurement of verl. Ray sends small arguments inside the call, which is faster
-than the object store; for groups of half a megabyte (`--tokens 4096`) references win.
+Both pass the same bytes from so many producers to one consumer: as many groups as the queue holds, so that neither
+waits for room. Ours puts one group a call, as the rollouter does: the bytes into the object store, a reference into the
+queue; the consumer leases batches, fetches and acknowledges. verl's client has one call a group at either end, with the
+bytes in it. What its rollouter asks the queue besides, before every group, is left out. verl runs in an environment of
+its own (`make bench-peers`) and in a Ray of its own; the two take turns.
 
-    python benchmarks/message_queue.py [--groups 192] [--tokens 512] [--repeats 3] [--json rows.json]
+Encoding is measured apart: a group as one safetensors blob, beside cloudpickle of the same group, which is how verl
+packs its samples.
+
+    python benchmarks/message_queue.py [--sizes 1000 265000] [--producers 1 16] [--repeats 3] [--json rows.json]
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import platform
 import statistics
+import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,17 +30,18 @@ from typing import Any
 import numpy as np
 import ray
 from ray import cloudpickle
-from ray.util.queue import Full, Queue
+from transfer.load import Load, Timing, memory_bytes, transfer, uid_of
 
 from tidemill.actors.queue import RemoteQueue, start_queue
 from tidemill.protocols import Delivery
-from tidemill.records import Group, Prompt, Rollout, VersionSpan
+from tidemill.records import Group, GroupHeader, Prompt, Rollout, VersionSpan
 
-CAPACITY = 64
+HERE = Path(__file__).parent
+PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 BATCH = 16
 DEADLINE_S = 120.0
 FULL_DEADLINE_S = 1.0
-Put = Callable[[Group], Awaitable[None]]
+BYTES_IN_A_PASS = 160e6
 
 
 @dataclass(frozen=True)
@@ -49,16 +56,115 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One pass: groups per second, and the latency of every put in milliseconds."""
+class Verl:
+    """The process with verl's queue."""
 
-    rate: float
-    put_ms: list[float]
+    process: subprocess.Popen[str]
+
+    def answer(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the process with verl ended with {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, method: str, load: Load) -> dict[str, Any]:
+        self.process.stdin.write(json.dumps({"method": method, **asdict(load)}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
 
 
-def make_group(uid: int, response_tokens: int, n: int = 8, prompt_tokens: int = 256) -> Group:
-    """A group as large as a real one."""
-    random = np.random.default_rng(uid)
+@contextmanager
+def start_verl(python: Path) -> Iterator[Verl]:
+    if not python.exists():
+        raise SystemExit(f"{python} does not exist: run `make bench-peers`, or name another interpreter with --peers")
+    command = [str(python), "-m", "transfer.verl"]
+    with subprocess.Popen(command, cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Verl(process)
+        process.stdin.close()  # it ends by itself
+
+
+async def put(queue: RemoteQueue, payload: bytes, timeout_s: float = DEADLINE_S) -> None:
+    header = GroupHeader(uid_of(payload), 0, 1, len(payload))
+    await queue.put([Delivery(header, ray.put(payload))], timeout_s)
+
+
+async def take(queue: RemoteQueue, count: int) -> list[int]:
+    uids: list[int] = []
+    while len(uids) < count:
+        lease = await queue.lease(min(BATCH, count - len(uids)), 0, DEADLINE_S)
+        uids += map(uid_of, await asyncio.gather(*(delivery.payload for delivery in lease.deliveries)))
+        await queue.acknowledge(lease.lease_id)
+    return uids
+
+
+async def start(load: Load) -> RemoteQueue:
+    queue = start_queue(load.capacity, 1, "block")
+    await queue.stats()  # it is up
+    return queue
+
+
+async def pass_ours(load: Load) -> Timing:
+    queue = await start(load)
+    return await transfer(load.payloads(), load.producers, lambda p: put(queue, p), take(queue, load.groups))
+
+
+async def fill_ours(load: Load) -> dict[str, int]:
+    """Nobody takes: how many groups were refused, how many are there afterwards, and what memory they hold."""
+    queue = await start(load)
+    payloads, before = load.payloads(), memory_bytes()
+    puts = (put(queue, payload, FULL_DEADLINE_S) for payload in payloads)
+    results = await asyncio.gather(*puts, return_exceptions=True)
+    held = memory_bytes() - before
+    errors = [result for result in results if result is not None]
+    if unexpected := [error for error in errors if not isinstance(error, TimeoutError)]:
+        raise unexpected[0]
+    return {"kept": int((await queue.stats())["depth"]), "refused": len(errors), "held": held}
+
+
+def row(name: str, unit: str, ours: float, other: float) -> Row:
+    return Row(name, unit, round(ours, 3), round(other, 3), round(ours / other, 3) if other else None)
+
+
+def size_name(nbytes: int) -> str:
+    return f"{nbytes / 1e6:g} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:g} kB"
+
+
+def passes(verl: Verl, nbytes: int, producers: int, repeats: int) -> list[Row]:
+    """Take turns, and compare medians over the passes; percentiles are of one pass."""
+    groups = int(min(512, max(48, BYTES_IN_A_PASS / nbytes)))
+    load = Load(nbytes, groups, producers, capacity=groups)
+    ours, other = [], []
+    for _ in range(repeats):
+        ours.append(asyncio.run(pass_ours(load)))
+        other.append(Timing(**verl.ask("transfer", load)))
+
+    def median(timings: list[Timing], value: Callable[[Timing], float]) -> float:
+        return statistics.median(map(value, timings))
+
+    label = f"{size_name(nbytes)}, {producers} producer{'s' if producers > 1 else ''}"
+    rows = [row(f"{label}: groups passed", "1/s", *(median(side, lambda t: t.rate) for side in (ours, other)))]
+    for percent in (50, 99):
+        values = (median(side, lambda t, p=percent: float(np.percentile(t.put_ms, p))) for side in (ours, other))
+        rows.append(row(f"{label}: put p{percent}", "ms", *values))
+    return rows
+
+
+def full(verl: Verl) -> Iterator[Row]:
+    """Memory of a full queue, and what an overfull one loses."""
+    load = Load(nbytes=265_000, groups=256, producers=256, capacity=256)
+    ours, other = asyncio.run(fill_ours(load)), verl.ask("fill", load)
+    payload = load.groups * load.nbytes
+    yield row("memory of 256 queued groups of 265 kB", "of payload", ours["held"] / payload, other["held"] / payload)
+    crowd = Load(nbytes=1000, groups=80, producers=80, capacity=64)
+    sides = (asyncio.run(fill_ours(crowd)), verl.ask("fill", crowd))
+    lost = (crowd.groups - side["kept"] - side["refused"] for side in sides)
+    yield row("80 groups into a queue of 64: lost", "groups", *lost)
+
+
+def make_group(response_tokens: int = 2048, n: int = 8, prompt_tokens: int = 256) -> Group:
+    """Random tokens and log-probs."""
+    random = np.random.default_rng(0)
     rollouts = tuple(
         Rollout(
             token_ids=random.integers(0, 50_000, response_tokens, dtype=np.int32),
@@ -73,145 +179,64 @@ def make_group(uid: int, response_tokens: int, n: int = 8, prompt_tokens: int = 
         )
         for _ in range(n)
     )
-    return Group(Prompt(uid, uid, random.integers(0, 50_000, prompt_tokens, dtype=np.int32), "question"), rollouts)
+    return Group(Prompt(0, 0, random.integers(0, 50_000, prompt_tokens, dtype=np.int32), "question"), rollouts)
 
 
-async def put_ours(queue: RemoteQueue, group: Group, timeout_s: float = DEADLINE_S) -> None:
-    blob = group.to_bytes()
-    await queue.put([Delivery(group.header(len(blob)), ray.put(blob))], timeout_s)
+def encoding(repeats: int = 100) -> Iterator[Row]:
+    group = make_group()
+    blob, pickled = group.to_bytes(), cloudpickle.dumps(group)
+    yield row("encoded group of 8 x 2048 tokens", "bytes", len(blob), len(pickled))
+    yield row(
+        "encode it",
+        "ms",
+        milliseconds(group.to_bytes, repeats),
+        milliseconds(lambda: cloudpickle.dumps(group), repeats),
+    )
+    decode = (lambda: Group.from_bytes(blob), lambda: cloudpickle.loads(pickled))
+    yield row("decode it", "ms", *(milliseconds(call, repeats) for call in decode))
 
 
-async def take_ours(queue: RemoteQueue, count: int) -> list[int]:
-    uids: list[int] = []
-    while len(uids) < count:
-        lease = await queue.lease(min(BATCH, count - len(uids)), 0, DEADLINE_S)
-        blobs = await asyncio.gather(*(delivery.payload for delivery in lease.deliveries))
-        uids += [Group.from_bytes(blob).uid for blob in blobs]
-        await queue.acknowledge(lease.lease_id)
-    return uids
-
-
-async def put_other(queue: Queue, group: Group, timeout_s: float = DEADLINE_S) -> None:
-    await queue.put_async(cloudpickle.dumps(group), timeout=timeout_s)
-
-
-async def take_other(queue: Queue, count: int) -> list[int]:
-    return [cloudpickle.loads(await queue.get_async(timeout=DEADLINE_S)).uid for _ in range(count)]
-
-
-async def transfer(groups: list[Group], producers: int, put: Put, take: Awaitable[list[int]]) -> Timing:
-    """Send all groups with so many producers, until the consumer holds them all."""
-    latencies: list[float] = []
-
-    async def produce(part: list[Group]) -> None:
-        for group in part:
-            start = time.perf_counter()
-            await put(group)
-            latencies.append(1000 * (time.perf_counter() - start))
-
-    start = time.perf_counter()
-    taken, *_ = await asyncio.gather(take, *(produce(groups[index::producers]) for index in range(producers)))
-    elapsed = time.perf_counter() - start
-    if sorted(taken) != [group.uid for group in groups]:
-        raise SystemExit(f"sent {len(groups)} groups and received {len(taken)}")
-    return Timing(len(groups) / elapsed, latencies)
-
-
-async def transfer_ours(groups: list[Group], producers: int) -> Timing:
-    queue = start_queue(CAPACITY, 1, "block")
-    await queue.stats()  # the actor is up
-    return await transfer(groups, producers, lambda group: put_ours(queue, group), take_ours(queue, len(groups)))
-
-
-async def transfer_other(groups: list[Group], producers: int) -> Timing:
-    queue = Queue(CAPACITY, actor_options={"num_cpus": 0})
-    queue.qsize()
-    timing = await transfer(groups, producers, lambda group: put_other(queue, group), take_other(queue, len(groups)))
-    queue.shutdown(force=True)
-    return timing
-
-
-async def lost_ours(groups: list[Group]) -> int:
-    """Groups lost without an error when 16 producers overfill a queue that nobody reads, and then it ends."""
-    queue = start_queue(CAPACITY, 1, "block")
-    refused = await refusals(groups, lambda group: put_ours(queue, group, FULL_DEADLINE_S), TimeoutError)
-    await queue.close()
-    kept = 0
-    while not (lease := await queue.lease(BATCH, 0, DEADLINE_S)).ended or lease.deliveries:
-        kept += len(lease.deliveries)
-    return len(groups) - refused - kept
-
-
-async def lost_other(groups: list[Group]) -> int:
-    queue = Queue(CAPACITY, actor_options={"num_cpus": 0})
-    refused = await refusals(groups, lambda group: put_other(queue, group, FULL_DEADLINE_S), Full)
-    kept = queue.qsize()
-    queue.shutdown(force=True)
-    return len(groups) - refused - int(kept)
-
-
-async def refusals(groups: list[Group], put: Put, error: type[Exception]) -> int:
-    """How many puts failed visibly."""
-    results = await asyncio.gather(*(put(group) for group in groups), return_exceptions=True)
-    for result in results:
-        if result is not None and not isinstance(result, error):
-            raise result
-    return sum(result is not None for result in results)
-
-
-def compare(name: str, unit: str, ours: float, other: float) -> Row:
-    return Row(name, unit, round(ours, 3), round(other, 3), round(ours / other, 3) if other else None)
-
-
-def measure(groups: list[Group], producers: int, repeats: int) -> list[Row]:
-    """Alternate the two, and compare medians of the passes."""
-    ours, other = [], []
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Median."""
+    times = []
     for _ in range(repeats):
-        ours.append(asyncio.run(transfer_ours(groups, producers)))
-        other.append(asyncio.run(transfer_other(groups, producers)))
-    label = f"{producers} producer{'s' if producers > 1 else ''}"
-
-    def median(timings: list[Timing], value: Callable[[Timing], float]) -> float:
-        return statistics.median(map(value, timings))
-
-    rows = [compare(f"{label}: groups passed", "1/s", median(ours, lambda t: t.rate), median(other, lambda t: t.rate))]
-    for percentile in (50, 99):
-        values = [median(side, lambda t, p=percentile: float(np.percentile(t.put_ms, p))) for side in (ours, other)]
-        rows.append(compare(f"{label}: put p{percentile}", "ms", *values))
-    return rows
+        start = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
 
 
-def show(rows: list[Row], nbytes: int, pickled: int) -> None:
-    print(f"group: {nbytes} bytes as safetensors, {pickled} bytes cloudpickled; queue of {CAPACITY}")
-    print(f"{'':34} {'unit':>6} {'ours':>10} {'other':>10} {'ratio':>7}")
-    for row in rows:
-        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
-        print(f"{row.name:34} {row.unit:>6} {row.ours:>10.2f} {row.other:>10.2f} {ratio:>7}")
+def show(rows: list[Row]) -> None:
+    print(f"{'':44} {'unit':>10} {'ours':>11} {'verl':>11} {'ratio':>7}")
+    for line in rows:
+        ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
+        print(f"{line.name:44} {line.unit:>10} {line.ours:>11.2f} {line.other:>11.2f} {ratio:>7}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Benchmark the message queue beside ray.util.queue.Queue.")
-    parser.add_argument("--groups", type=int, default=192)
-    parser.add_argument("--tokens", type=int, default=512, help="response tokens of each of a group's 8 rollouts")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1_000, 32_000, 265_000, 4_000_000], help="bytes")
+    parser.add_argument("--producers", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peers", type=Path, default=PEERS, help="interpreter that has verl")
     parser.add_argument("--json", type=Path)
-    arguments: Any = parser.parse_args()
-    groups = [make_group(uid, arguments.tokens) for uid in range(arguments.groups)]
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        measure(groups[:8], 1, 1)  # warm-up
-        rows = [row for producers in (1, 16) for row in measure(groups, producers, arguments.repeats)]
-        crowd = groups[: CAPACITY + BATCH]
-        rows.append(
-            compare(
-                "lost silently when overfull", "groups", asyncio.run(lost_ours(crowd)), asyncio.run(lost_other(crowd))
-            )
-        )
-    finally:
-        ray.shutdown()
-    show(rows, len(groups[0].to_bytes()), len(cloudpickle.dumps(groups[0])))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+    args = parser.parse_args()
+    with start_verl(args.peers) as verl:
+        versions = verl.answer()
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        try:
+            rows = list(full(verl))  # first, while the object stores have touched no memory
+            passes(verl, 1000, 1, 1)  # warm-up
+            rows += [
+                r for size in args.sizes for count in args.producers for r in passes(verl, size, count, args.repeats)
+            ]
+        finally:
+            ray.shutdown()
+    rows += encoding()
+    print(f"verl {versions['verl']}, ray {versions['ray']} and {ray.__version__}, Python {platform.python_version()}")
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -215,8 +215,7 @@ class Run:
         total_seconds: float,
     ) -> Summary:
         """What the run's folder and the next steps of the pipeline are told."""
-        position, seconds = trainer.position, observer.seconds
-        training = max(seconds.get("step", 0.0), 1e-9)
+        position, metrics = trainer.position, observer.steps.result()
         return Summary(
             steps=position.step,
             held_out_before=before.score if before else None,
@@ -224,8 +223,8 @@ class Run:
             train_seconds=position.seconds,
             total_seconds=total_seconds,
             tokens_per_second=position.response_tokens / max(position.seconds, 1e-9),
-            trainer_idle=seconds.get("get_groups", 0.0) / training,
-            rollouter_idle=observer.rollouter_idle_seconds / training,
+            trainer_idle=metrics.get("idle/trainer"),
+            rollouter_idle=metrics.get("idle/rollouter"),
             max_age=position.max_age if position.groups else None,
             peak_memory_bytes=memory.peak_bytes,
             checkpoint_uri=self.checkpoint_uri,
@@ -235,7 +234,8 @@ class Run:
             samples=samples(before),
             skipped=dict(Counter(dict(self.ledger.get("quarantined", {})).values())),
             dropped=dict(self.ledger.get("dropped", {})),
-            phase_seconds={name: seconds[name] for name in PHASES if name in seconds},
+            phase_seconds={name: metrics[f"time/{name}"] for name in PHASES if f"time/{name}" in metrics},
+            metrics=metrics,
         )
 
 

@@ -59,6 +59,14 @@ async def test_a_lease_takes_the_first_arrivals_and_orders_them_by_uid(make: Mak
     assert uids((await queue.lease(1, 0, SOON)).deliveries) == [1]
 
 
+async def test_a_lease_takes_the_oldest_version_first_and_then_the_first_arrival(make: Make) -> None:
+    queue = make()
+    await queue.put([delivery(0, 5), delivery(1, 4), delivery(2, 5), delivery(3, 4)], SOON)
+    assert uids((await queue.lease(1, 5, SOON)).deliveries) == [1]
+    assert uids((await queue.lease(2, 5, SOON)).deliveries) == [0, 3]
+    assert uids((await queue.lease(1, 6, SOON)).deliveries) == [2]
+
+
 async def test_a_put_without_room_times_out_and_stores_nothing(make: Make) -> None:
     queue = make(capacity=3)
     await queue.put(deliveries(0, 1), SOON)
@@ -324,7 +332,7 @@ async def test_stats_account_for_every_group(make: Make) -> None:
     await queue.put([delivery(4, 2), delivery(5, 3)], SOON)
     await queue.lease(1, 3, SOON)
     assert dict(await queue.stats()) == {
-        "depth": 2, "leased": 1, "capacity": 3, "put": 6, "trained": 1, "dropped": 1, "swept": 1, "oldest_version": 2,
+        "depth": 2, "leased": 1, "capacity": 3, "put": 6, "trained": 1, "dropped": 1, "swept": 1, "oldest_version": 3,
     }  # fmt: skip
 
 

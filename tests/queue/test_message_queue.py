@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -115,6 +116,22 @@ def test_without_waiting_the_queue_is_a_plain_list(steps: list[tuple[bool, int]]
                 lease = await queue.lease(count, 0, 1)
                 assert [d.payload for d in lease.deliveries] == model[:count]
                 model = model[count:]
+
+    asyncio.run(run())
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=24), st.integers(1, 4))
+def test_nothing_is_swept_that_some_order_trains_in_time(versions: list[int], batch: int) -> None:
+    # The k-th group is trained k // batch versions after the first; by version, the largest age is the least possible.
+    newest = max(versions)
+    bound = max(newest + place // batch - version for place, version in enumerate(sorted(versions)))
+
+    async def run() -> None:
+        queue: MessageQueue[int] = MessageQueue(len(versions) + batch, bound)
+        await queue.put([Delivery(GroupHeader(uid, v, 1, 1), uid) for uid, v in enumerate(versions)], 1)
+        await queue.close()
+        for now in range(newest, newest + math.ceil(len(versions) / batch)):
+            assert (await queue.lease(batch, now, 1)).swept == ()
 
     asyncio.run(run())
 

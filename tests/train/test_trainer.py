@@ -13,6 +13,7 @@ from rollout_rig import LengthReward, Rig, run_config
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
+from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.protocols import Delivery, Evaluation, PauseMode, WeightUpdate
 from tidemill.records import Group
 from tidemill.train.batch import MicroBatch
@@ -157,3 +158,17 @@ async def test_step_metrics_have_the_documented_names() -> None:
     assert unknown == []
     expected = {"reward/mean", "staleness/max", "queue/depth", "idle/trainer", "idle/rollouter", "loss/policy"}
     assert expected | {"throughput/tokens_per_second", "time/get_groups", "time/step"} <= set(trainer.observer.steps[0])
+
+
+async def test_the_steps_of_a_run_can_be_taken_together() -> None:
+    trainer = make_trainer(rig := Rig(rewards=LengthReward()))
+    await fit(trainer, rig)
+    aggregator = MetricsAggregator()
+    for metrics in trainer.observer.steps:
+        aggregator.add(metrics)
+    run = aggregator.result()
+    assert run["groups/count"] == trainer.position.groups
+    assert run["response/tokens"] == trainer.position.response_tokens
+    assert run["staleness/max"] == trainer.position.max_age
+    waiting = sum(metrics["time/get_groups"] for metrics in trainer.observer.steps)
+    assert run["idle/trainer"] == pytest.approx(waiting / run["time/step"])

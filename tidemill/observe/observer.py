@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from tidemill.config import RunConfig
+from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseStarted, StepFinished
 from tidemill.protocols import Evaluation
 from tidemill.store.tracking import Tracker
@@ -14,22 +15,18 @@ from tidemill.train.trainer import Metrics, Position
 
 @dataclass(slots=True)
 class RunObserver:
-    """Tells the event log and MLflow what happens, and adds up what the summary needs."""
+    """Tells the event log and MLflow what happens, and takes the steps together for the summary."""
 
     config: RunConfig
     log: EventLog
     tracker: Tracker
-    seconds: dict[str, float] = field(default_factory=dict)
-    rollouter_idle_seconds: float = 0.0
+    steps: MetricsAggregator = field(default_factory=MetricsAggregator)
     last: Metrics = field(default_factory=dict)
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         """See `train.trainer.Observer`."""
         self.last = metrics
-        for name, value in metrics.items():
-            if name.startswith("time/"):
-                self.seconds[name[5:]] = self.seconds.get(name[5:], 0.0) + value
-        self.rollouter_idle_seconds += metrics["idle/rollouter"] * metrics["time/step"]
+        self.steps.add(metrics)
         self.tracker.log(position.step, metrics)
         self.log.write(
             StepFinished(

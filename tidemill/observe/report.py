@@ -25,6 +25,8 @@ WHY_MISSING = {
     "model_version": "not registered",
     "mlflow_run_id": "not tracked",
     "max_age": "no group was trained",
+    "trainer_idle": "no step was trained",
+    "rollouter_idle": "no step was trained",
 }
 
 
@@ -57,6 +59,7 @@ class Summary:
         skipped: prompts that were never trained, by reason.
         dropped: groups that were generated and not trained, by reason; their prompts were issued again.
         phase_seconds: wall time by phase.
+        metrics: those of all optimizer steps together, by the rules of `observe.aggregate`; of the last attempt.
         missing: why a value is None, by its name.
     """
 
@@ -78,6 +81,7 @@ class Summary:
     skipped: Mapping[str, int] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

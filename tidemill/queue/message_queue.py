@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal
+from typing import Any, Generic, Literal
 
 from tidemill.errors import ConfigError, RunError
 from tidemill.protocols import Delivery, Lease, Ref
@@ -33,7 +33,7 @@ class Arrival(Generic[Ref]):
 
 
 class MessageQueue(Generic[Ref]):
-    """Bounded first-in-first-out queue with leases, back-pressure and a staleness bound; implements `Queue`.
+    """Bounded queue with leases, back-pressure and a staleness bound, oldest version first; implements `Queue`.
 
     Waiting producers are served in the order in which they came, and so are consumers: a large batch is not
     overtaken by a small one. A cancelled or timed-out waiter has stored and taken nothing. `capacity` counts queued
@@ -88,7 +88,10 @@ class MessageQueue(Generic[Ref]):
             return dropped
 
     async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Ref]:
-        """Take the `count` groups that arrived first, ordered by uid; fewer only once the queue is closed.
+        """Take the `count` groups of the oldest versions, ordered by uid; fewer only once the queue is closed.
+
+        Of one version those go first that arrived first. A group that took long arrives behind younger ones; in order
+        of arrival it would become too old while they are trained (earliest deadline first).
 
         Groups with `version - oldest_version > max_staleness` leave the queue and are named in `swept`. A call that
         sweeps and cannot be filled returns at once, with no deliveries and the id `NO_LEASE`: the caller has the
@@ -107,7 +110,7 @@ class MessageQueue(Generic[Ref]):
         async with self.turn(self.consumers, lambda: self.can_lease(count, version), timeout_s, waiting_for):
             swept = self.sweep(version)
             enough = self.closed or len(self.queued) >= count
-            taken = [self.queued.popleft() for _ in range(min(count, len(self.queued)))] if enough else []
+            taken = self.take(count) if enough else []
             deliveries = tuple(sorted((arrival.delivery for arrival in taken), key=lambda d: d.header.uid))
             return Lease(self.remember(taken), deliveries, swept, ended=self.closed and not self.queued)
 
@@ -197,6 +200,13 @@ class MessageQueue(Generic[Ref]):
         self.dropped += surplus
         return [self.queued.popleft().delivery.header.uid for _ in range(surplus)]
 
+    def take(self, count: int) -> list[Arrival[Ref]]:
+        """Remove the `count` most urgent groups, or all."""
+        taken = sorted(self.queued, key=urgency)[:count]
+        ordinals = {arrival.ordinal for arrival in taken}
+        self.queued = deque(arrival for arrival in self.queued if arrival.ordinal not in ordinals)
+        return taken
+
     def sweep(self, version: int) -> tuple[int, ...]:
         """Remove what is too old; names also what was removed without anyone hearing of it."""
         old = tuple(arrival.delivery.header.uid for arrival in self.queued if self.stale(arrival, version))
@@ -221,3 +231,8 @@ class MessageQueue(Generic[Ref]):
                 f"{sorted(self.leases)}"
             )
         return self.leases.pop(lease_id)
+
+
+def urgency(arrival: Arrival[Any]) -> tuple[int, int]:
+    """Sorts groups by how soon they become too old, those of one version by arrival."""
+    return arrival.delivery.header.oldest_version, arrival.ordinal

@@ -1,0 +1,207 @@
+"""Pacing: how close a run comes to its bound, under a virtual clock and with heavy-tailed generation times.
+
+Ours is the real Rollouter with its StalenessPolicy, Ledger and MessageQueue. The others are their published rules in a
+rollouter of a few lines: verl's count of samples between two syncs, AReaL's capacity with batches by age, and dropping
+on read what is too old. Engines and trainer are the same for all: every prompt has a generation time of its own, which
+a second attempt does not change; a slot is never slowed down by its neighbours; an optimizer step takes a constant
+time, and every `--trigger` steps a sync begins a version, at no cost.
+
+The bound is the throughput of the slower side, generation or training, as if it never waited for the other and nothing
+was thrown away. Age, waste and idle are explained at `Outcome`. Each of the others runs with a grid of settings, and
+is shown with the fastest one whose trained groups were all within the maximum age that ours is set to: drop-on-read
+holds it by force as ours does, verl and AReaL have no such limit, so that theirs is what the simulation observes.
+
+    python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--versions 40] [--seeds 2] [--json rows.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+from simulation.clock import VirtualLoop, now
+from simulation.others import Other, Rule, areal, drop_on_read, verl
+from simulation.ours import Ours
+from simulation.world import Scenario, World
+
+WARM_UP = 0.2  # of the versions, before the measurement begins
+BALANCES = {0.5: "generation bound", 1.0: "balanced", 2.0: "training bound"}
+LABELS = {
+    "share": "throughput",
+    "age": "mean age",
+    "max_age": "largest age",
+    "waste": "waste",
+    "trainer_idle": "trainer idle",
+    "engines_idle": "engines idle",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rule achieved after the warm-up.
+
+    Attributes:
+        setting: of the rule.
+        share: throughput over the bound.
+        age, max_age: mean and largest age of a trained group, in versions.
+        waste: tokens that were generated and will not be trained, of all generated.
+        trainer_idle: share of time in which the trainer waited for groups.
+        engines_idle: share of slots that were empty, over time.
+    """
+
+    setting: str
+    share: float
+    age: float
+    max_age: float
+    waste: float
+    trainer_idle: float
+    engines_idle: float
+
+
+System = Ours | Other
+
+
+async def train(world: World, system: System) -> None:
+    """The trainer's loop, as `train.trainer.Trainer` has it."""
+    scenario = world.scenario
+    for step in range(scenario.versions * scenario.trigger):
+        asked = now()
+        batch = await system.take(scenario.batch)
+        world.waited_s += now() - asked
+        world.ages += [world.version - group.oldest_version for group in batch]
+        await asyncio.sleep(scenario.step_s)
+        await system.trained(batch)
+        if (step + 1) % scenario.trigger == 0:
+            world.version += 1
+            await system.begin_version(world.version)
+            if world.version == round(WARM_UP * scenario.versions):
+                world.reset()
+
+
+async def simulate(scenario: Scenario, make: Callable[[World], System], setting: str) -> Outcome:
+    """One run, from a virtual time of 0."""
+    world = World(scenario, scenario.durations())
+    system = make(world)
+    await train(world, system)
+    world.occupy(0)
+    steps = len(world.ages) / scenario.batch
+    elapsed = steps * scenario.step_s + world.waited_s
+    outcome = Outcome(
+        setting,
+        share=max(steps * scenario.step_s, (world.busy_s - world.wasted_s) / scenario.slots) / elapsed,
+        age=statistics.mean(world.ages),
+        max_age=max(world.ages),
+        waste=world.wasted_s / world.busy_s,
+        trainer_idle=world.waited_s / elapsed,
+        engines_idle=max(0.0, 1 - world.busy_s / elapsed / scenario.slots),  # rounding
+    )
+    await system.stop()
+    return outcome
+
+
+def run(scenario: Scenario, seeds: int, make: Callable[[World], System], setting: str) -> Outcome:
+    """Means over seeds, and the largest age."""
+    outcomes = []
+    for seed in range(seeds):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            outcomes.append(runner.run(simulate(replace(scenario, seed=seed), make, setting)))
+    means = {f.name: statistics.mean(getattr(o, f.name) for o in outcomes) for f in fields(Outcome)[1:]}
+    return Outcome(setting, **means | {"max_age": max(o.max_age for o in outcomes)})
+
+
+def grids(scenario: Scenario, max_age: int) -> dict[str, list[Rule]]:
+    """The settings that each of the others may choose from."""
+    thresholds = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+    return {
+        "verl's count": [verl(scenario, threshold) for threshold in thresholds],
+        "AReaL's capacity": [areal(scenario, eta) for eta in range(max_age + 2)],
+        "drop on read": [drop_on_read(scenario, max_age, room) for room in (0.5, 1.0, 1.5, 2.0, 3.0)],
+    }
+
+
+def best(scenario: Scenario, seeds: int, rules: Sequence[Rule], max_age: int) -> Outcome:
+    """The fastest setting within the maximum age, of equal ones the first; no setting breaks it at 0."""
+    outcomes = [run(scenario, seeds, partial(Other, rule=rule), rule.setting) for rule in rules]
+    return max((o for o in outcomes if o.max_age <= max_age), key=lambda o: round(o.share, 4))
+
+
+def measure(scenario: Scenario, seeds: int, max_age: int) -> dict[str, Outcome]:
+    """Every rule at one maximum age."""
+    ours = run(scenario, seeds, partial(Ours, max_staleness=max_age), f"max_staleness {max_age}")
+    others = {name: best(scenario, seeds, rules, max_age) for name, rules in grids(scenario, max_age).items()}
+    return {"ours": ours, **others}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result; ratio is ours over other, None where other is 0."""
+
+    name: str
+    unit: str
+    ours: float
+    other: float
+    ratio: float | None
+
+
+def rows(case: str, outcomes: dict[str, Outcome]) -> Iterator[Row]:
+    """Ours beside the bound, and beside each of the others in everything that was measured."""
+    ours = outcomes["ours"]
+    yield row(f"{case}: throughput beside the bound", "of the bound", ours.share, 1.0)
+    units = {"share": "of the bound", "age": "versions", "max_age": "versions"}
+    for name, other in outcomes.items():
+        for measured in fields(Outcome)[1:] if name != "ours" else ():
+            key = measured.name
+            label, unit = f"{case}: {LABELS[key]} beside {name}", units.get(key, "ratio")
+            yield row(label, unit, getattr(ours, key), getattr(other, key))
+
+
+def row(name: str, unit: str, ours: float, other: float) -> Row:
+    return Row(name, unit, round(ours, 4), round(other, 4), round(ours / other, 4) if other else None)
+
+
+def show(case: str, outcomes: dict[str, Outcome]) -> None:
+    print(f"\n{case}")
+    print(f"  {'':18}{'setting':28}{'of bound':>9}{'age':>7}{'max':>5}{'waste':>8}{'idle: trainer':>15}{'engines':>9}")
+    for name, o in outcomes.items():
+        print(
+            f"  {name:18}{o.setting:28}{o.share:>9.1%}{o.age:>7.2f}{o.max_age:>5.0f}{o.waste:>8.1%}"
+            f"{o.trainer_idle:>15.1%}{o.engines_idle:>9.1%}"
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tails", nargs="+", choices=["lognormal", "pareto"], default=["lognormal", "pareto"])
+    parser.add_argument("--ages", nargs="+", type=int, default=[1, 2], help="maximum ages, in versions")
+    parser.add_argument("--longest", nargs="+", type=float, default=[0.75, 1.5], help="generation, in versions")
+    parser.add_argument("--batch", type=int, default=32, help="groups of an optimizer step")
+    parser.add_argument("--trigger", type=int, default=4, help="optimizer steps of a version")
+    parser.add_argument("--engines", type=int, default=2, help="of 16 groups at once")
+    parser.add_argument("--versions", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    table: list[Row] = []
+    for tail, longest, age, balance in itertools.product(args.tails, args.longest, args.ages, BALANCES):
+        scenario = Scenario(tail, longest, balance, args.batch, args.trigger, args.engines, args.versions, seed=0)
+        case = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}"
+        outcomes = measure(scenario, args.seeds, age)
+        show(case, outcomes)
+        table += rows(case, outcomes)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in table], indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Generation and training without models, under a virtual clock: see `pacing.py`."""

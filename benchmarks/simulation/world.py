@@ -1,0 +1,119 @@
+"""What the simulated systems share: generation times, the engines' slots, and the measurements."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulation.clock import now
+
+MEAN_S = 10.0  # generation time of a group
+GROUPS_PER_ENGINE = 16
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated.
+
+    Attributes:
+        tail: `lognormal` (sigma 1) or `pareto` (alpha 1.5) generation times, of mean `MEAN_S`.
+        longest: generation time at which the response budget ends, over the time that a version takes at the bound.
+        balance: time to train a version over the time to generate one.
+        batch: groups of an optimizer step.
+        trigger: optimizer steps of a version.
+        engines: that generate, each with so many groups at once as a run has by default.
+        versions: to train.
+        seed: of the generation times.
+    """
+
+    tail: str
+    longest: float
+    balance: float
+    batch: int
+    trigger: int
+    engines: int
+    versions: int
+    seed: int
+
+    @property
+    def slots(self) -> int:
+        return GROUPS_PER_ENGINE * self.engines
+
+    @property
+    def per_version(self) -> int:
+        return self.batch * self.trigger
+
+    @property
+    def generate_s(self) -> float:
+        """To generate one version's groups with every slot busy."""
+        return self.per_version * MEAN_S / self.slots
+
+    @property
+    def step_s(self) -> float:
+        return self.balance * self.generate_s / self.trigger
+
+    def durations(self) -> FloatArray:
+        """`[N]` seconds of each occurrence."""
+        count = 20 * self.versions * self.per_version  # drop-on-read generates many times what is trained
+        budget = self.longest * self.generate_s * max(1.0, self.balance)
+        rng = np.random.default_rng(self.seed)
+        drawn = rng.lognormal(0.0, 1.0, count) if self.tail == "lognormal" else 1 + rng.pareto(1.5, count)
+        for _ in range(50):  # cutting lowers the mean
+            drawn *= MEAN_S / np.minimum(drawn, budget).mean()
+        return np.minimum(drawn, budget)
+
+
+@dataclass
+class World:
+    """The engines' slots, the policy version, and everything that is measured."""
+
+    scenario: Scenario
+    seconds: FloatArray
+    version: int = 0
+    busy: int = 0
+    since: float = 0.0
+    busy_s: float = 0.0
+    wasted_s: float = 0.0
+    waited_s: float = 0.0
+    ages: list[int] = field(default_factory=list)
+
+    async def generate(self, uid: int) -> None:
+        """Occupy a slot for the time of this occurrence; a generation that is cancelled was in vain."""
+        start = now()
+        self.occupy(1)
+        try:
+            await asyncio.sleep(self.seconds[uid])
+        except asyncio.CancelledError:
+            self.wasted_s += now() - start
+            raise
+        finally:
+            self.occupy(-1)
+
+    def occupy(self, change: int) -> None:
+        """Take or free slots, and book the time until now."""
+        self.busy_s += self.busy * (now() - self.since)
+        self.since = now()
+        self.busy += change
+
+    def discard(self, uids: Iterable[int]) -> None:
+        """Whole groups are thrown away."""
+        self.wasted_s += sum(self.seconds[uid] for uid in uids)
+
+    def reset(self) -> None:
+        """Begin to measure."""
+        self.occupy(0)
+        self.busy_s = self.wasted_s = self.waited_s = 0.0
+        self.ages.clear()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One group of a batch."""
+
+    uid: int
+    oldest_version: int

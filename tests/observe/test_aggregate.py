@@ -1,0 +1,99 @@
+"""Steps taken together, against the same numbers computed from everything at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tidemill.errors import DataError
+from tidemill.observe.aggregate import RULES, MetricsAggregator
+from tidemill.observe.metrics import group_metrics
+from tidemill.records import Group, Prompt, Rollout, VersionSpan
+
+DOCS = Path(__file__).parents[2] / "docs/metrics.md"
+
+
+def together(*steps: dict[str, float]) -> dict[str, float]:
+    aggregator = MetricsAggregator()
+    for step in steps:
+        aggregator.add(step)
+    return aggregator.result()
+
+
+def random_group(random: np.random.Generator) -> Group:
+    rollouts = []
+    for _ in range(4):
+        length, reward = int(random.integers(1, 9)), float(random.integers(0, 3))
+        versions = (VersionSpan(int(random.integers(0, 4)), 0, length),)
+        ids, values = np.zeros(length, np.int32), np.zeros(length, np.float32)
+        parts = {"exact": reward}
+        rollouts.append(Rollout(ids, values, values, versions, "length", "", reward, parts, float(length)))
+    return Group(Prompt(0, 0, np.zeros(int(random.integers(1, 9)), np.int32), ""), tuple(rollouts))
+
+
+def test_steps_of_different_sizes_amount_to_the_metrics_of_all_their_groups() -> None:
+    random = np.random.default_rng(0)
+    groups = [random_group(random) for _ in range(12)]
+    advantages = [group.rewards - group.rewards.mean() for group in groups]
+    parts = [slice(0, 2), slice(2, 5), slice(5, 12)]
+    steps = [group_metrics(groups[part], 4, advantages[part]) for part in parts]
+    assert together(*steps) == pytest.approx(group_metrics(groups, 4, advantages), rel=1e-6)
+
+
+def test_sums_last_values_and_extremes_worked_by_hand() -> None:
+    steps = [
+        {"update/skipped": 1.0, "loss/learning_rate": 0.1, "sync/canary_gap": 0.3, "time/sync": 2.0, "queue/put": 8.0},
+        {"update/skipped": 0.0, "loss/learning_rate": 0.2, "sync/canary_gap": 0.1, "time/sync": 1.0, "queue/put": 9.0},
+    ]
+    assert together(*steps) == {
+        "update/skipped": 1.0,
+        "loss/learning_rate": 0.2,
+        "sync/canary_gap": 0.3,
+        "time/sync": 3.0,
+        "queue/put": 9.0,
+    }
+
+
+def test_shares_of_time_and_rates_are_weighted_by_time() -> None:
+    # 1 s of 2 s and 1 s of 8 s waiting: 2 s of 10 s; 20 tokens in 2 s and 160 tokens in 8 s: 180 tokens in 10 s
+    one = {"time/step": 2.0, "idle/trainer": 0.5, "throughput/tokens_per_second": 10.0}
+    two = {"time/step": 8.0, "idle/trainer": 0.125, "throughput/tokens_per_second": 20.0}
+    result = together(one, two)
+    assert result["idle/trainer"] == pytest.approx(0.2)
+    assert result["throughput/tokens_per_second"] == pytest.approx(18.0)
+
+
+def test_a_metric_of_some_steps_is_taken_over_those_steps() -> None:
+    one = {"rollout/generated_groups": 0.0}
+    two = {"rollout/generated_groups": 3.0, "rollout/reward/exact": 0.5, "rollout/dropped/stale": 2.0}
+    assert together(one, two) == {
+        "rollout/generated_groups": 3.0,
+        "rollout/reward/exact": 0.5,
+        "rollout/dropped/stale": 2.0,
+    }
+
+
+def test_a_mean_over_nothing_is_left_out() -> None:
+    assert together({"update/tokens": 0.0, "ratio/mean": 1.0}) == {"update/tokens": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [({"loss/mean_of_max": 1.0}, "loss/mean_of_max has no rule"), ({"reward/mean": 1.0}, "weighted by groups/count")],
+)
+def test_nothing_is_guessed(step: dict[str, float], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        together(step)
+
+
+def test_every_documented_metric_has_a_rule_and_no_rule_is_for_another() -> None:
+    rows = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+(?:/\w+)+)`", "\n".join(rows))) == set(RULES)
+
+
+def test_every_weight_is_a_metric_with_a_rule() -> None:
+    named = {rule.by for rule in RULES.values()} | {rule.mean for rule in RULES.values()}
+    assert named - {None} <= set(RULES)

@@ -1,0 +1,214 @@
+"""What the optimizer steps of a run amount to together: one explicit rule for every metric of `docs/metrics.md`.
+
+Worked example: two steps with 16 and 32 groups and `reward/mean` of 0.2 and 0.5 have together
+(16 * 0.2 + 32 * 0.5) / 48 = 0.4. The mean of the two values, 0.35, would be the mean of nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tidemill.errors import DataError
+
+Kind = Literal["sum", "last", "max", "min", "mean", "deviation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a metric's values of several steps become one.
+
+    Attributes:
+        kind: `mean` is weighted; `deviation` is that of everything together, from the deviations of the steps.
+        by: the metric that is the weight, None where every step counts once.
+        mean: for `deviation`, the metric with the means of the steps; None where they are 0.
+    """
+
+    kind: Kind
+    by: str | None = None
+    mean: str | None = None
+
+
+SUM, LAST, MAX, MIN = Rule("sum"), Rule("last"), Rule("max"), Rule("min")
+PER_STEP = Rule("mean")
+PER_GROUP = Rule("mean", by="groups/count")  # also of rollouts: all groups of a run are equally large
+PER_RESPONSE_TOKEN = Rule("mean", by="response/tokens")
+PER_TRAINED_TOKEN = Rule("mean", by="update/tokens")
+PER_GENERATED_GROUP = Rule("mean", by="rollout/generated_groups")
+OVER_TIME = Rule("mean", by="time/step")
+
+# A part in capitals stands for any name; a name that is listed itself is meant first.
+RULES: Mapping[str, Rule] = {
+    "reward/mean": PER_GROUP,
+    "reward/std": Rule("deviation", by="groups/count", mean="reward/mean"),
+    "reward/min": MIN,
+    "reward/max": MAX,
+    "reward/PART/mean": PER_GROUP,
+    "groups/count": SUM,
+    "groups/zero_variance_ratio": PER_GROUP,
+    "advantage/std": Rule("deviation", by="groups/count"),
+    "advantage/min": MIN,
+    "advantage/max": MAX,
+    "response/tokens": SUM,
+    "response/length_mean": PER_GROUP,
+    "response/length_min": MIN,
+    "response/length_max": MAX,
+    "response/truncated_ratio": PER_GROUP,
+    "response/aborted_ratio": PER_GROUP,
+    "response/seconds_mean": PER_GROUP,
+    "response/seconds_max": MAX,
+    "prompt/length_mean": PER_GROUP,
+    "prompt/length_max": MAX,
+    "staleness/mean": PER_GROUP,
+    "staleness/max": MAX,
+    "staleness/token_mean": PER_RESPONSE_TOKEN,
+    "staleness/partial_ratio": PER_GROUP,
+    "loss/policy": PER_STEP,
+    "loss/grad_norm": PER_STEP,
+    "loss/learning_rate": LAST,
+    "ratio/mean": PER_TRAINED_TOKEN,
+    "ratio/clip_fraction": PER_TRAINED_TOKEN,
+    "kl/old_new": PER_TRAINED_TOKEN,
+    "update/tokens": SUM,
+    "update/skipped": SUM,
+    "evaluation/score": LAST,
+    "time/get_groups": SUM,
+    "time/advantages": SUM,
+    "time/pack": SUM,
+    "time/update_actor": SUM,
+    "time/forward": SUM,
+    "time/backward": SUM,
+    "time/optimizer": SUM,
+    "time/sync": SUM,
+    "time/sync_export": SUM,
+    "time/sync_adopt": SUM,
+    "time/sync_canary": SUM,
+    "time/evaluate": SUM,
+    "time/checkpoint": SUM,
+    "time/step": SUM,
+    "queue/depth": LAST,
+    "queue/leased": LAST,
+    "queue/capacity": LAST,
+    "queue/put": LAST,
+    "queue/trained": LAST,
+    "queue/dropped": LAST,
+    "queue/swept": LAST,
+    "queue/oldest_version": LAST,
+    "rollout/generating": LAST,
+    "rollout/scoring": LAST,
+    "rollout/delivering": LAST,
+    "rollout/generated_groups": SUM,
+    "rollout/generated_tokens": SUM,
+    "rollout/updated_midway": SUM,
+    "rollout/reward/mean": PER_GENERATED_GROUP,
+    "rollout/reward/std_in_group": PER_GENERATED_GROUP,
+    "rollout/reward/PART": PER_GENERATED_GROUP,
+    "rollout/response_length/mean": PER_GENERATED_GROUP,
+    "rollout/truncated": PER_GENERATED_GROUP,
+    "rollout/group_seconds/mean": PER_GENERATED_GROUP,
+    "rollout/failed/REASON": SUM,
+    "rollout/dropped/REASON": SUM,
+    "rollout/skipped/too_long": SUM,
+    "ledger/issued": LAST,
+    "ledger/trained": LAST,
+    "ledger/quarantined": LAST,
+    "ledger/dispatched": LAST,
+    "ledger/queued": LAST,
+    "ledger/waiting": LAST,
+    "ledger/dropped/REASON": LAST,
+    "sync/bytes": LAST,
+    "sync/canary_gap": MAX,
+    "idle/trainer": OVER_TIME,
+    "idle/rollouter": OVER_TIME,
+    "throughput/tokens_per_second": OVER_TIME,
+}
+
+
+@dataclass(slots=True)
+class Column:
+    """The values of one metric so far; what a rule needs of them."""
+
+    last: float = math.nan
+    largest: float = -math.inf
+    smallest: float = math.inf
+    weight: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        """One more value; `total` and `squares` are weighted sums."""
+        self.last = value
+        self.largest, self.smallest = max(self.largest, value), min(self.smallest, value)
+        self.weight += weight
+        self.total += weight * value
+        self.squares += weight * value * value
+
+
+class MetricsAggregator:
+    """Takes the metrics of one optimizer step after the other, and says what they are together.
+
+    A metric that only some steps report (evaluation, checkpoint) is taken over those steps.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Column] = {}
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """One more step.
+
+        Raises:
+            DataError: a metric has no rule, or its weight is not among the metrics of the step.
+        """
+        for name, value in metrics.items():
+            by = rule_of(name).by
+            if by is not None and by not in metrics:
+                raise DataError(f"metric {name} is weighted by {by}, which this step does not report")
+            self._columns.setdefault(name, Column()).add(value, 1.0 if by is None else metrics[by])
+
+    def result(self) -> dict[str, float]:
+        """Every metric over all steps so far; a mean whose weights are all 0 is left out."""
+        taken = {name: self._take(rule_of(name), column) for name, column in self._columns.items()}
+        return {name: value for name, value in taken.items() if value is not None}
+
+    def _take(self, rule: Rule, column: Column) -> float | None:
+        if rule.kind in ("mean", "deviation") and not column.weight:
+            return None
+        match rule.kind:
+            case "sum":
+                return column.total
+            case "last":
+                return column.last
+            case "max":
+                return column.largest
+            case "min":
+                return column.smallest
+            case "mean":
+                return column.total / column.weight
+            case "deviation":
+                means = Column() if rule.mean is None else self._columns[rule.mean]
+                return deviation(column, means)
+
+
+def deviation(deviations: Column, means: Column) -> float:
+    """Of all values together: the mean square of the deviations, plus the variance of the means (total variance)."""
+    weight = deviations.weight
+    variance_of_means = means.squares / weight - (means.total / weight) ** 2
+    return math.sqrt(max(0.0, deviations.squares / weight + variance_of_means))
+
+
+def rule_of(name: str) -> Rule:
+    """The rule for a metric.
+
+    Raises:
+        DataError: there is none.
+    """
+    if name in RULES:
+        return RULES[name]
+    parts = name.split("/")
+    for pattern, rule in RULES.items():
+        places = pattern.split("/")
+        if len(places) == len(parts) and all(p.isupper() or p == q for p, q in zip(places, parts, strict=True)):
+            return rule
+    raise DataError(f"metric {name} has no rule in observe/aggregate.py; say there what it is over several steps")
