@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from tidemill.errors import EngineError
+from tidemill.errors import EngineError, SyncError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, FinishReason, Float32Array, Int32Array, VersionSpan
 
@@ -56,6 +56,7 @@ class FakeEngine:
         lengths: shortest and longest response in tokens; each sample's length is drawn in between, `max_tokens` caps.
         token_delay_s: time of one decoding step; 0 only yields to the event loop.
         faults: by occurrence, where a request id is `UID.N` as the rollouter writes it.
+        refused: versions whose weights never arrive whole: `update_weights` fails, and the old version goes on.
         script: `(prompt_ids, version, sample) -> tokens` in place of the drawn response; its version is the one at
             the start of the request.
     """
@@ -68,15 +69,17 @@ class FakeEngine:
         lengths: tuple[int, int] = (4, 4),
         token_delay_s: float = 0.0,
         faults: Mapping[int, Fault] | None = None,
+        refused: Collection[int] = (),
         script: Script | None = None,
     ) -> None:
         self._seed, self._vocab, self._lengths, self._delay = seed, vocab, lengths, token_delay_s
-        self._faults, self._script = dict(faults or {}), script
+        self._faults, self._refused, self._script = dict(faults or {}), refused, script
         self._hits: dict[int, int] = {}
         self._version = 0
         self._running: dict[str, asyncio.Event] = {}
         self._open = asyncio.Event()
         self._open.set()
+        self._updating = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
         self._generated = 0
@@ -112,13 +115,16 @@ class FakeEngine:
         which looks the same from outside.
         """
         self._check_alive()
-        self._open.clear()
-        try:
-            if mode == "wait":
-                await self._idle.wait()
-            self._version = update.version
-        finally:
-            self._open.set()
+        async with self._updating:
+            self._open.clear()
+            try:
+                if mode == "wait":
+                    await self._idle.wait()
+                if update.version in self._refused:
+                    raise SyncError(f"fake engine: the weights of version {update.version} did not arrive")
+                self._version = update.version
+            finally:
+                self._open.set()
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """`[T-1]` float32, all -ln(vocab)."""

@@ -138,7 +138,7 @@ class Run:
         generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
         await loaded(config, [generation.start()])
         canary, folder = await generation.canary(), weights_folder(config)
-        publisher = Synchronizer(engines, config.sync, folder, ranks.export, ranks.score, canary)
+        publisher = Synchronizer(engines, config.publication, folder, ranks.export, ranks.score, canary)
         return Parts(engines, ranks, queue, generation, publisher)
 
     async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:

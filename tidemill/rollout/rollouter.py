@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Generic
 
@@ -28,6 +29,7 @@ from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.staleness import StalenessPolicy, too_old
+from tidemill.rollout.turns import Turns
 
 LOG = logging.getLogger(__name__)
 
@@ -72,13 +74,15 @@ class Rollouter(Generic[Ref]):
         self.config, self.prompts, self.queue, self.ledger, self.version = config, prompts, queue, ledger, version
         pool, idle = EnginePool(engines), IdleMeter(clock)
         self._engines, self._idle, self._clock = pool, idle, clock
-        self._policy = StalenessPolicy.of(config, len(engines))
+        self._trained_before = version * config.groups_per_version - ledger.trained_count
+        policy = StalenessPolicy.of(config, len(engines))
+        self._policy = replace(policy, total=self._wanted() + self._trained_before)
+        self._turns = Turns(self._policy)
         self._producer = Producer(config, pool, rewards, decode, idle, clock)
         self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
         self._streak = FailureStreak(ledger.total, self._policy.max_concurrent, len(prompts))
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
         self._store, self._tally = store_payload, Tally()
-        self._trained_before = version * config.groups_per_version - ledger.trained_count
         self._flights: dict[int, Flight] = {}
         self._queued: dict[int, int] = {}  # oldest version by uid
         self._numbers = itertools.count()
@@ -103,6 +107,7 @@ class Rollouter(Generic[Ref]):
             while self._error is None and not self._ended():
                 self._wake.clear()
                 await self._admit()
+                self._turns.next(self._settled(), self._flights)
                 self._watchdog.look(self._flights.values())
                 await self._sleep()
         finally:
@@ -123,7 +128,7 @@ class Rollouter(Generic[Ref]):
         What is in the queue may yet be swept as stale and have to be generated again, so the end waits for the trainer;
         a rest that fills no batch, and that it can take at its present version, is released by closing the queue.
         """
-        if self._stopping or self._trained() >= self.config.trainer.steps * self.config.required_samples:
+        if self._stopping or self.ledger.trained_count >= self._wanted():
             return True
         used_up = not self._flights and self.ledger.next_uid() is None
         settled = self._trained() // self.config.groups_per_version <= self.version
@@ -137,6 +142,7 @@ class Rollouter(Generic[Ref]):
     async def _land_all(self) -> None:
         """Leave no task behind; not by cancelling a put, whose group might be stored all the same."""
         self._stopping = True
+        self._turns.open()
         tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
         for flight in list(self._flights.values()):
             if flight.stage != "delivering":
@@ -161,14 +167,21 @@ class Rollouter(Generic[Ref]):
             flight.task.add_done_callback(partial(self._landed, flight))
 
     def _capacity(self) -> int:
-        """Groups that may start. What the queue will sweep for its age has given its place back already."""
+        """Groups that may start."""
+        return self._policy.capacity(self.version, len(self._flights), self._settled())
+
+    def _settled(self) -> int:
+        """Groups queued or trained. What the queue will sweep for its age has given its place back already."""
         waiting = (v for uid, v in self._queued.items() if uid not in self._flights)
-        fresh = sum(not self._too_old(version) for version in waiting)
-        return self._policy.capacity(self.version, len(self._flights), self._trained() + fresh)
+        return self._trained() + sum(not self._too_old(version) for version in waiting)
 
     def _trained(self) -> int:
-        """Groups trained since the very start of the run."""
+        """Groups that count as trained: a version that ended early, with the data, counts like a whole one."""
         return self._trained_before + self.ledger.trained_count
+
+    def _wanted(self) -> int:
+        """Groups that the run trains."""
+        return self.config.trainer.steps * self.config.required_samples
 
     def _too_old(self, oldest_version: int) -> bool:
         return too_old(oldest_version, self.version, self.config.asynchrony.max_staleness)
@@ -197,11 +210,14 @@ class Rollouter(Generic[Ref]):
         await self._deliver(flight, group)
 
     async def _deliver(self, flight: Flight, group: Group) -> None:
-        """Put into the queue, waiting as long as the group is wanted.
-
-        It counts as queued from the first attempt on, because the trainer may be done with it before we hear of it.
-        """
+        """Put into the queue when its turn has come, waiting as long as the group is wanted."""
         flight.stage = "delivering"
+        self._wake.set()
+        async with self._turns.turn(flight):
+            await self._put(flight, group)
+
+    async def _put(self, flight: Flight, group: Group) -> None:
+        """It counts as queued from the first attempt on: the trainer may be done with it before we hear of it."""
         payload = group.to_bytes()
         delivery = Delivery(group.header(len(payload)), self._store(payload))
         self.ledger.queued(flight.uid)
