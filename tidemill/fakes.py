@@ -20,7 +20,7 @@ from tidemill.errors import EngineError, SyncError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, FinishReason, Float32Array, Int32Array, VersionSpan
 
-FaultKind = Literal["error", "hang", "abort", "empty"]
+FaultKind = Literal["error", "hang", "abort", "empty", "straggle"]
 Script = Callable[[Int32Array, int, int], Sequence[int]]
 
 
@@ -30,7 +30,8 @@ class Fault:
 
     Attributes:
         kind: "error" raises EngineError, "hang" never returns, "abort" returns early with that reason, "empty"
-            returns no tokens.
+            returns no tokens, "straggle" stays at the first token until the next weight update: until it has come, or
+            in mode "wait" until it is asked for.
         times: how many requests are hit before it works; None is all of them.
     """
 
@@ -80,6 +81,7 @@ class FakeEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._updating = asyncio.Lock()
+        self._next_update = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._generated = 0
@@ -117,13 +119,16 @@ class FakeEngine:
         self._check_alive()
         async with self._updating:
             self._open.clear()
+            coming, self._next_update = self._next_update, asyncio.Event()
             try:
                 if mode == "wait":
+                    coming.set()
                     await self._idle.wait()
                 if update.version in self._refused:
                     raise SyncError(f"fake engine: the weights of version {update.version} did not arrive")
                 self._version = update.version
             finally:
+                coming.set()
                 self._open.set()
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
@@ -158,10 +163,13 @@ class FakeEngine:
             raise EngineError(f"fake engine: request {request_id} was told to fail")
         if fault == "hang":
             await aborted.wait()
+        straggles = self._next_update if fault == "straggle" else None
         samples = [self._begin(prompt_ids, sampling, n) for n in range(sampling.n)]
         scripts = self._scripted(prompt_ids, samples)
-        for position in range(0 if fault else max(sample.length for sample in samples)):
+        for position in range(0 if fault and not straggles else max(sample.length for sample in samples)):
             await asyncio.sleep(self._delay)
+            if straggles and position == 1:
+                await first_of(straggles, aborted)
             if aborted.is_set():
                 break
             for n, sample in enumerate(samples):
@@ -219,6 +227,16 @@ class FakeEngine:
     def _check_alive(self) -> None:
         if self._dead:
             raise EngineError("fake engine: it was shut down")
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    """Wait until one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:

@@ -136,8 +136,10 @@ class Rollouter(Generic[Ref]):
         return used_up and settled and fresh and len(self._queued) < self.config.required_samples
 
     async def _sleep(self) -> None:
+        # Not wait_for, which forgets a cancellation that comes together with the event (Python 3.11).
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), min(TICK_S, self.config.rollout.group_timeout_s / 2))
+            async with asyncio.timeout(min(TICK_S, self.config.rollout.group_timeout_s / 2)):
+                await self._wake.wait()
 
     async def _land_all(self) -> None:
         """Leave no task behind; not by cancelling a put, whose group might be stored all the same."""
