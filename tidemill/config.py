@@ -40,7 +40,8 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column of the question: a string, or a list of chat messages with `role` and `content`."""
     answer_key: str = "answer"
-    """Column of the reference answer; may be absent from the data. All other columns reach the rewards too."""
+    """Column of the reference answer, or `a.b` for a value in the mappings of column `a`; may be absent from the data.
+    All other columns reach the rewards too."""
     system_prompt: str | None = None
     """System message before a string prompt; null leaves it to the model's chat template."""
     max_prompt_tokens: Positive = 1024
