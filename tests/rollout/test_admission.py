@@ -43,7 +43,7 @@ class Run(RuleBasedStateMachine):
         threshold=st.sampled_from([None, 0.0, 0.5]),
         versions=st.integers(1, 6),
     )
-    def begin(  # noqa: PLR0913
+    def begin(
         self, eta: int, per_step: int, trigger: int, concurrent: int, strategy: Any, threshold: Any, versions: int
     ) -> None:
         self.eta, self.step, self.trigger, self.batch = eta, per_step, trigger, per_step * trigger
