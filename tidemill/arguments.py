@@ -48,6 +48,13 @@ parameter `config` is the text of a run file.
 
   tidemill compile --output post_training.yaml
 """
+CONVERT_VERL = """
+Reads the key=value settings of the verl command in a shell script, without running it, and prints them as a run file:
+each is taken over, listed as left out, or refused by name. docs/from_verl.md has the whole table.
+
+  tidemill convert-verl dapo_7b_math.sh > run.yaml
+  tidemill convert-verl dapo_7b_math.sh trainer.n_gpus_per_node=4 ~reward_model.reward_manager > run.yaml
+"""
 UI = """
 Serves the MLflow pages of all runs below a folder, until Ctrl-C.
 
@@ -88,6 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
     compile_ = add(commands, "compile", "write the pipeline for KFP", COMPILE)
     compile_.add_argument("--output", default="post_training.yaml", help="file (default: post_training.yaml)")
     compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+
+    convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
+    convert.add_argument("script", help="shell script with one verl command")
+    convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
 
     ui = add(commands, "ui", "open curves and models of all runs", UI)
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")

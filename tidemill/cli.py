@@ -1,4 +1,4 @@
-"""The command line: `tidemill run | train | evaluate | generate | compile | ui`.
+"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | ui`.
 
 Heavy libraries are imported by the command that needs them, so that help and mistakes are answered at once.
 """
@@ -155,6 +155,18 @@ def compile_to(path: Path) -> None:
         raise RunError(f"the pipeline cannot be written to {path}:\n{done.stderr.strip()}")
 
 
+def convert_verl(arguments: argparse.Namespace) -> int:
+    """A run file from a verl script."""
+    from tidemill.verl.convert import convert
+
+    try:
+        script = Path(arguments.script).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("SCRIPT", arguments.script, "a readable shell script", f"{error}.") from error
+    print(convert(script, arguments.settings, os.environ), end="")
+    return 0
+
+
 def ui(arguments: argparse.Namespace) -> NoReturn:
     """Become the MLflow server."""
     database = registry_of(Path(arguments.output).resolve())
@@ -208,6 +220,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "compile": compile_pipeline,
+    "convert-verl": convert_verl,
     "ui": ui,
 }
 

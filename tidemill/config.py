@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tidemill.errors import ConfigError
+from tidemill.combinations import mistakes, too_few_rollouts
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -40,7 +40,8 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column of the question: a string, or a list of chat messages with `role` and `content`."""
     answer_key: str = "answer"
-    """Column of the reference answer; may be absent from the data. All other columns reach the rewards too."""
+    """Column of the reference answer, or `a.b` for a value in the mappings of column `a`; may be absent from the data.
+    All other columns reach the rewards too."""
     system_prompt: str | None = None
     """System message before a string prompt; null leaves it to the model's chat template."""
     max_prompt_tokens: Positive = 1024
@@ -85,8 +86,10 @@ class RolloutConfig(Section):
     """Only 1.0: truncated sampling biases the importance ratio unless the sampling mask is replayed."""
     stop: list[str] = Field(default_factory=list)
     """Strings that end a response, besides the end-of-sequence token."""
-    max_concurrent_groups: Positive = 16
-    """Groups in flight per engine."""
+    concurrent_samples_per_replica: Positive = 16
+    """Groups in flight per engine (verl's samples are groups)."""
+    total_rollout_steps: Positive | None = None
+    """Groups that the whole run trains, as verl counts; sets `trainer.steps` where that is left out."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Engine precision; auto takes bfloat16 where the processor computes in it, else float32."""
     gpu_memory_utilization: Fraction = 0.9
@@ -119,13 +122,19 @@ class AsynchronyConfig(Section):
     """Hard bound on the age of any trained token, in policy versions; 0 is synchronous training."""
     staleness_threshold: NonNegative | None = None
     """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained (verl)."""
+    staleness_strategy: Literal["pace", "drop", "wait"] = "pace"
+    """What keeps the bound: pace starts only what can be trained in time and cancels the few that are overtaken, drop
+    starts what engines and queue hold and replaces what became too old, wait lets the trainer wait for the oldest."""
     trigger_parameter_sync_step: Positive = 1
     """Optimizer steps between two weight syncs."""
     require_batches: Positive = 1
     """Mini-batches of `trainer.ppo_mini_batch_size` groups that one optimizer step waits for."""
-    pause_mode: Literal["keep", "abort", "wait"] = "keep"
-    """In-flight requests at a weight sync: keep goes on with the tokens and their KV, abort starts a new request
-    from the tokens so far, wait lets them finish first."""
+    partial_rollout: bool | None = None
+    """What a weight sync does to groups in flight: true interrupts them, and the new version goes on from the tokens
+    so far within the same budget; false lets them finish under the old version first. Null follows `pause_mode`."""
+    pause_mode: Literal["keep", "abort", "wait"] | None = None
+    """How an engine pauses for new weights: keep goes on with the tokens and their KV, abort starts a new request
+    from the tokens so far, wait lets requests finish first. Null is wait without partial rollouts, else keep."""
 
 
 class AlgorithmConfig(Section):
@@ -153,7 +162,7 @@ class TrainerConfig(Section):
     """The optimizer and its steps."""
 
     steps: Positive
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; may be left out where `rollout.total_rollout_steps` is given."""
     ppo_mini_batch_size: Positive = 16
     """Groups (prompts) per mini-batch."""
     ranks: Positive = 1
@@ -187,7 +196,7 @@ class SyncConfig(Section):
     full_every: Positive = 10
     """`object_store`: a full snapshot every so many versions, deltas in between; 1 sends everything every time."""
     timeout_s: Seconds = 300.0
-    """A publication that takes longer fails the run."""
+    """A publication that takes longer fails the run; `asynchrony.pause_mode: wait` adds `rollout.group_timeout_s`."""
     canary_max_gap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5
     """After every sync the trainer's and the engine's log-probs of the same tokens may differ by this much in the
     mean, in nats; a wider gap fails the run. The first sync shows how much of a gap is rounding and lowers the bound to
@@ -300,6 +309,22 @@ class RunConfig(Section):
         return None if threshold is None else math.floor((1 + threshold) * self.groups_per_version + 1e-9)
 
     @property
+    def synchronous(self) -> bool:
+        """No group is in flight at a weight sync, so that a run can be reproduced token by token."""
+        return self.asynchrony.max_staleness == 0 or self.max_groups_between_syncs == self.groups_per_version
+
+    @property
+    def pause_mode(self) -> Literal["keep", "abort", "wait"]:
+        """`asynchrony.pause_mode`, or what `asynchrony.partial_rollout` makes of it."""
+        return self.asynchrony.pause_mode or ("wait" if self.asynchrony.partial_rollout is False else "keep")
+
+    @property
+    def publication(self) -> SyncConfig:
+        """`sync`, with time for the groups in flight where engines let them finish first."""
+        extra = self.rollout.group_timeout_s if self.pause_mode == "wait" else 0.0
+        return self.sync.model_copy(update={"timeout_s": self.sync.timeout_s + extra})
+
+    @property
     def folder(self) -> Path:
         """The run's own folder."""
         return self.output / self.name
@@ -309,37 +334,43 @@ class RunConfig(Section):
         """Name in the model registry."""
         return self.registry.model or self.name
 
+    @model_validator(mode="before")
+    @classmethod
+    def fill_in_steps(cls, tree: Any) -> Any:
+        """`trainer.steps` from `rollout.total_rollout_steps`, so that all that follows reads one number."""
+        return with_steps(tree) if isinstance(tree, dict) else tree
+
     @model_validator(mode="after")
     def check_combinations(self) -> RunConfig:
         """Refuse settings that are fine alone and impossible together."""
-        a = self.asynchrony
-        if self.trainer.steps % a.trigger_parameter_sync_step:
-            raise ConfigError(
-                "trainer.steps",
-                self.trainer.steps,
-                f"a multiple of asynchrony.trigger_parameter_sync_step = {a.trigger_parameter_sync_step}",
-                "The last updates would never reach an engine; change one of the two.",
-            )
-        if self.queue.capacity is not None and self.queue.capacity < self.required_samples:
-            raise ConfigError(
-                "queue.capacity",
-                self.queue.capacity,
-                f"at least the {self.required_samples} groups that one optimizer step waits for",
-                "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches.",
-            )
-        if self.evaluation.every and self.data.held_out is None:
-            raise ConfigError(
-                "evaluation.every", self.evaluation.every, "0 without data.held_out", "Name a held-out file."
-            )
-        if self.registry.min_score is not None and self.data.held_out is None:
-            raise ConfigError(
-                "registry.min_score", self.registry.min_score, "null without data.held_out", "Name a held-out file."
-            )
+        for mistake in mistakes(self):
+            raise mistake
         return self
 
     def to_yaml(self) -> str:
         """The resolved settings, as a file that `run_file.load_config` reads back to an equal RunConfig."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def with_steps(tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings as they were read, with `trainer.steps` where it follows from `rollout.total_rollout_steps`.
+
+    Raises:
+        ConfigError: so few groups fill no optimizer step.
+    """
+    rollout, trainer, asynchrony = (tree.get(name) or {} for name in ("rollout", "trainer", "asynchrony"))
+    if not all(isinstance(section, dict) for section in (rollout, trainer, asynchrony)):
+        return tree  # refused by their types
+    total: Any = rollout.get("total_rollout_steps")
+    step = [
+        trainer.get("ppo_mini_batch_size", TrainerConfig.model_fields["ppo_mini_batch_size"].default),
+        asynchrony.get("require_batches", AsynchronyConfig.model_fields["require_batches"].default),
+    ]
+    if trainer.get("steps") is not None or not all(isinstance(number, int) and number > 0 for number in (total, *step)):
+        return tree
+    if total < math.prod(step):
+        raise too_few_rollouts(total, math.prod(step))
+    return tree | {"trainer": trainer | {"steps": total // math.prod(step)}}
 
 
 def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from tidemill.errors import EngineError
+from tidemill.errors import EngineError, SyncError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, FinishReason, Float32Array, Int32Array, VersionSpan
 
-FaultKind = Literal["error", "hang", "abort", "empty"]
+FaultKind = Literal["error", "hang", "abort", "empty", "straggle"]
 Script = Callable[[Int32Array, int, int], Sequence[int]]
 
 
@@ -30,7 +30,8 @@ class Fault:
 
     Attributes:
         kind: "error" raises EngineError, "hang" never returns, "abort" returns early with that reason, "empty"
-            returns no tokens.
+            returns no tokens, "straggle" stays at the first token until the next weight update: until it has come, or
+            in mode "wait" until it is asked for.
         times: how many requests are hit before it works; None is all of them.
     """
 
@@ -56,6 +57,7 @@ class FakeEngine:
         lengths: shortest and longest response in tokens; each sample's length is drawn in between, `max_tokens` caps.
         token_delay_s: time of one decoding step; 0 only yields to the event loop.
         faults: by occurrence, where a request id is `UID.N` as the rollouter writes it.
+        refused: versions whose weights never arrive whole: `update_weights` fails, and the old version goes on.
         script: `(prompt_ids, version, sample) -> tokens` in place of the drawn response; its version is the one at
             the start of the request.
     """
@@ -68,15 +70,18 @@ class FakeEngine:
         lengths: tuple[int, int] = (4, 4),
         token_delay_s: float = 0.0,
         faults: Mapping[int, Fault] | None = None,
+        refused: Collection[int] = (),
         script: Script | None = None,
     ) -> None:
         self._seed, self._vocab, self._lengths, self._delay = seed, vocab, lengths, token_delay_s
-        self._faults, self._script = dict(faults or {}), script
+        self._faults, self._refused, self._script = dict(faults or {}), refused, script
         self._hits: dict[int, int] = {}
         self._version = 0
         self._running: dict[str, asyncio.Event] = {}
         self._open = asyncio.Event()
         self._open.set()
+        self._updating = asyncio.Lock()
+        self._next_update = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._generated = 0
@@ -112,13 +117,19 @@ class FakeEngine:
         which looks the same from outside.
         """
         self._check_alive()
-        self._open.clear()
-        try:
-            if mode == "wait":
-                await self._idle.wait()
-            self._version = update.version
-        finally:
-            self._open.set()
+        async with self._updating:
+            self._open.clear()
+            coming, self._next_update = self._next_update, asyncio.Event()
+            try:
+                if mode == "wait":
+                    coming.set()
+                    await self._idle.wait()
+                if update.version in self._refused:
+                    raise SyncError(f"fake engine: the weights of version {update.version} did not arrive")
+                self._version = update.version
+            finally:
+                coming.set()
+                self._open.set()
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """`[T-1]` float32, all -ln(vocab)."""
@@ -152,10 +163,13 @@ class FakeEngine:
             raise EngineError(f"fake engine: request {request_id} was told to fail")
         if fault == "hang":
             await aborted.wait()
+        straggles = self._next_update if fault == "straggle" else None
         samples = [self._begin(prompt_ids, sampling, n) for n in range(sampling.n)]
         scripts = self._scripted(prompt_ids, samples)
-        for position in range(0 if fault else max(sample.length for sample in samples)):
+        for position in range(0 if fault and not straggles else max(sample.length for sample in samples)):
             await asyncio.sleep(self._delay)
+            if straggles and position == 1:
+                await first_of(straggles, aborted)
             if aborted.is_set():
                 break
             for n, sample in enumerate(samples):
@@ -213,6 +227,16 @@ class FakeEngine:
     def _check_alive(self) -> None:
         if self._dead:
             raise EngineError("fake engine: it was shut down")
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    """Wait until one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:

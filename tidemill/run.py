@@ -141,7 +141,7 @@ class Run:
         generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
         await loaded(config, [generation.start()])
         canary = await generation.canary()
-        publisher = Synchronizer(engines, config.sync, make_outbox(config, ranks, store), ranks.score, canary)
+        publisher = Synchronizer(engines, config.publication, make_outbox(config, ranks, store), ranks.score, canary)
         return Parts(engines, ranks, queue, generation, publisher)
 
     async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:

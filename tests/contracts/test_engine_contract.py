@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 
 from tidemill.config import RolloutConfig
-from tidemill.errors import TidemillError
+from tidemill.errors import SyncError, TidemillError
 from tidemill.fakes import FakeEngine
-from tidemill.protocols import Engine, Sampling, WeightUpdate
+from tidemill.protocols import Engine, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -26,6 +26,7 @@ SAMPLING = Sampling(n=4, max_tokens=BUDGET, temperature=1.0)
 @dataclass
 class Case:
     engine: Engine
+    refused: WeightUpdate
     weights: Callable[[int], WeightUpdate]
     newest: int = 0
 
@@ -42,8 +43,8 @@ class Case:
 
 
 def fake_case() -> Case:
-    engine = FakeEngine(vocab=96, lengths=(BUDGET, BUDGET), token_delay_s=0.005)
-    return Case(engine, lambda version: WeightUpdate(version, "nowhere", 0))
+    engine = FakeEngine(vocab=96, lengths=(BUDGET, BUDGET), token_delay_s=0.005, refused=[999])
+    return Case(engine, WeightUpdate(999, "nowhere", 1), lambda version: WeightUpdate(version, "nowhere", 0))
 
 
 async def vllm_case(folder: Path) -> Case:
@@ -54,7 +55,11 @@ async def vllm_case(folder: Path) -> Case:
     rollout = RolloutConfig(max_new_tokens=BUDGET, group_size=4, threads=1, dtype="float32")
     engine = VllmEngine(str(make_tiny_model(folder / "model", 0)), rollout, 32, 0, "shared_memory")
     await engine.start()
-    return Case(engine, lambda version: write_weights(folder / f"{version}.safetensors", version, version))
+    return Case(
+        engine,
+        WeightUpdate(999, "nowhere", 1),
+        lambda version: write_weights(folder / f"{version}.safetensors", version, version),
+    )
 
 
 # vLLM warns while it is imported; that is not ours to fail on.
@@ -109,6 +114,46 @@ async def test_wait_lets_a_group_finish_first(case: Case) -> None:
     before, task = case.newest, await case.midway("w")
     await case.engine.update_weights(case.next_update(), "wait")
     assert {span.version for sample in await task for span in sample.versions} == {before}
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+async def test_an_update_that_fails_resumes_the_old_version_and_says_so(case: Case, mode: PauseMode) -> None:
+    task = await case.midway(f"failed-{mode}")
+    with pytest.raises(SyncError, match="999"):
+        await case.engine.update_weights(case.refused, mode)
+    assert await case.engine.version() == case.newest
+    for sample in await asyncio.wait_for(task, 60):
+        assert {span.version for span in sample.versions} == {case.newest}
+        assert len(sample.token_ids) <= BUDGET
+        assert sample.finish_reason != "abort"
+
+
+async def test_updates_at_once_come_one_after_the_other_and_the_same_one_twice_is_harmless(case: Case) -> None:
+    task = await case.midway("crowd")
+    modes: list[PauseMode] = ["keep", "abort", "wait"]
+    updates = [(case.next_update(), mode) for mode in modes]
+    await asyncio.gather(*(case.engine.update_weights(*update) for update in [*updates, updates[-1]]))
+    assert await case.engine.version() == case.newest
+    for sample in await asyncio.wait_for(task, 60):
+        versions = [span.version for span in sample.versions]
+        assert versions == sorted(set(versions))
+        assert len(sample.token_ids) == len(sample.log_probs) == sample.versions[-1].end <= BUDGET
+    after = await case.engine.generate("after-crowd", PROMPT, Sampling(n=1, max_tokens=3, temperature=1.0))
+    assert {span.version for span in after[0].versions} == {case.newest}
+
+
+async def test_many_aborting_updates_leave_every_sample_within_its_budget(case: Case) -> None:
+    sampling = Sampling(n=4, max_tokens=60, temperature=1.0)
+    tasks = [asyncio.create_task(case.engine.generate(f"cut-{n}", PROMPT, sampling)) for n in range(3)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0.05)
+        await case.engine.update_weights(case.next_update(), "abort")
+    cut = 0
+    for sample in [sample for task in tasks for sample in task.result()]:
+        assert len(sample.token_ids) == len(sample.log_probs) == sample.versions[-1].end == 60
+        assert sample.finish_reason == "length"
+        cut += len(sample.versions) > 1
+    assert cut > 0
 
 
 async def test_an_aborted_group_returns_what_it_has(case: Case) -> None:

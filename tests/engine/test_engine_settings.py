@@ -33,8 +33,8 @@ def test_a_context_that_the_model_does_not_have_is_refused(model: str) -> None:
 
 
 def test_the_width_is_what_is_in_flight_and_bounded(model: str) -> None:
-    narrow = RolloutConfig(max_concurrent_groups=3, group_size=4, max_new_tokens=8)
-    wide = RolloutConfig(max_concurrent_groups=100, group_size=64, max_new_tokens=8)
+    narrow = RolloutConfig(concurrent_samples_per_replica=3, group_size=4, max_new_tokens=8)
+    wide = RolloutConfig(concurrent_samples_per_replica=100, group_size=64, max_new_tokens=8)
     assert engine_settings(model, narrow, 8, "cpu")["max_num_seqs"] == 12
     assert engine_settings(model, wide, 8, "cpu")["max_num_seqs"] == 128
 

@@ -156,6 +156,29 @@ async def test_two_updates_later_it_is_a_fresh_engine_with_those_weights(
     np.testing.assert_allclose(scores, fresh.scores, atol=1e-5)
 
 
+async def test_after_an_abort_every_token_has_the_log_prob_of_the_version_that_sampled_it(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    for attempt in range(5):
+        version = 10 + attempt  # also the seed of its weights
+        await engine.update_weights(write_weights(tmp_path / "a.safetensors", version, version), "keep")
+        task = asyncio.create_task(
+            engine.generate(f"cut-{attempt}", PROMPT, Sampling(n=4, max_tokens=64, temperature=1.0))
+        )
+        await asyncio.sleep(0.1)
+        await engine.update_weights(write_weights(tmp_path / "b.safetensors", version + 1, version + 1), "abort")
+        group = await task
+        for sample in group:
+            tokens = [*PROMPT.tolist(), *sample.token_ids.tolist()]
+            assert len(sample.token_ids) == 64
+            for span in sample.versions:
+                expected = expected_log_probs(span.version, tokens)[len(PROMPT) - 1 :][span.start : span.end]
+                np.testing.assert_allclose(sample.log_probs[span.start : span.end], expected, atol=2e-3)
+        if any(len(sample.versions) == 2 for sample in group):
+            return
+    raise AssertionError("no sample was cut")
+
+
 def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
     assert fresh.left_over == set()
 

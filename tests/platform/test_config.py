@@ -70,6 +70,8 @@ def test_unknown_key_in_a_reward_is_refused() -> None:
         ("rollout.top_p=0.9", "greater than or equal to 1"),
         ("rollout.temperature=0", "greater than 0"),
         ("asynchrony.max_staleness=-1", "greater than or equal to 0"),
+        ("asynchrony.staleness_threshold=-0.1", "greater than or equal to 0"),
+        ("queue.capacity=0", "greater than or equal to 1"),
         ("asynchrony.pause_mode=stop", "'keep', 'abort' or 'wait'"),
         ("trainer.learning_rate=.nan", "less than 1"),
         ("rollout.group_timeout_s=.inf", "finite"),
@@ -87,8 +89,16 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("trainer.steps", ["asynchrony.trigger_parameter_sync_step=3"]),
         ("queue.capacity", ["queue.capacity=15"]),
+        ("queue.capacity", ["queue.capacity=31", "asynchrony.require_batches=2"]),
+        ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15", "trainer.steps=null"]),
+        ("trainer.steps", ["rollout.total_rollout_steps=80"]),
+        ("asynchrony.staleness_threshold", ["asynchrony.max_staleness=0", "asynchrony.staleness_threshold=0.5"]),
+        ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=drop"]),
+        ("asynchrony.partial_rollout", ["asynchrony.max_staleness=0", "asynchrony.partial_rollout=true"]),
+        ("asynchrony.partial_rollout", ["asynchrony.staleness_threshold=0", "asynchrony.partial_rollout=true"]),
+        ("asynchrony.pause_mode", ["asynchrony.partial_rollout=false", "asynchrony.pause_mode=abort"]),
+        ("asynchrony.pause_mode", ["asynchrony.partial_rollout=true", "asynchrony.pause_mode=wait"]),
         ("evaluation.every", ["evaluation.every=1"]),
         ("registry.min_score", ["registry.min_score=0.5"]),
     ],
@@ -161,6 +171,32 @@ def test_staleness_threshold_counts_groups_as_verl_does() -> None:
 def test_queue_holds_what_the_staleness_bound_allows() -> None:
     config = parse("asynchrony.max_staleness=2", "trainer.ppo_mini_batch_size=4")
     assert config.queue_capacity == 12
+
+
+def test_total_rollout_steps_stands_for_the_optimizer_steps_that_they_fill() -> None:
+    config = parse("trainer.steps=null", "rollout.total_rollout_steps=100", "asynchrony.require_batches=2")
+    assert config.trainer.steps == 100 // (16 * 2) == 3
+    assert parse_config(config.to_yaml()) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        ([], "keep"),
+        (["asynchrony.partial_rollout=true"], "keep"),
+        (["asynchrony.partial_rollout=false"], "wait"),
+        (["asynchrony.partial_rollout=true", "asynchrony.pause_mode=abort"], "abort"),
+        (["asynchrony.pause_mode=wait"], "wait"),
+    ],
+)
+def test_pause_mode_follows_from_partial_rollout(overrides: list[str], mode: str) -> None:
+    assert parse(*overrides).pause_mode == mode
+
+
+def test_engines_that_let_groups_finish_have_the_time_of_a_group_for_it() -> None:
+    assert parse().publication == parse().sync
+    waiting = parse("asynchrony.partial_rollout=false", "rollout.group_timeout_s=40", "sync.timeout_s=2")
+    assert waiting.publication.timeout_s == 42
 
 
 def test_config_cannot_be_changed() -> None:

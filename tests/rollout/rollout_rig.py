@@ -125,7 +125,7 @@ class Rig:
         assert not any(too_old(g.oldest_version, self.version, self.config.asynchrony.max_staleness) for g in groups)
         self.version += 1
         for engine in self.engines:
-            await engine.update_weights(WeightUpdate(self.version, "", 0), self.config.asynchrony.pause_mode)
+            await engine.update_weights(WeightUpdate(self.version, "", 0), self.config.pause_mode)
         await self.rollouter.begin_version(self.version)
         return True
 

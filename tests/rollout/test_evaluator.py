@@ -66,7 +66,7 @@ async def test_an_evaluation_runs_beside_training_rollouts() -> None:
 
 
 async def test_requests_run_side_by_side_up_to_the_limit() -> None:
-    config = run_config(rollout={"max_concurrent_groups": 2})
+    config = run_config(rollout={"concurrent_samples_per_replica": 2})
     rig = Rig(config, held_out=held_out(8), token_delay_s=0.01)
     evaluation = asyncio.create_task(rig.rollouter.evaluate(0))
     most = 0.0

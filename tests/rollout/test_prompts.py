@@ -110,3 +110,18 @@ def test_changed_rows_are_refused_by_the_setting_that_names_them() -> None:
         check_same_data(config, began, data_digests(prompt_set(ROWS[::-1]), prompt_set(ROWS[:2])))
     with pytest.raises(ConfigError, match=r"data\.held_out"):
         check_same_data(config, began, data_digests(prompt_set(), None))
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"reward_model": {"ground_truth": 34, "style": "rule"}}, "34"),
+        ({"reward_model.ground_truth": "a column of that name"}, "a column of that name"),
+        ({"reward_model": "no mapping"}, None),
+        ({"reward_model": {"style": "rule"}}, None),
+    ],
+)
+def test_the_answer_may_stand_in_the_mappings_of_a_column(row: dict[str, Any], answer: str | None) -> None:
+    prompt = prompt_set([{"prompt": "q", **row}], answer_key="reward_model.ground_truth").prompt(0)
+    assert prompt.answer == answer
+    assert prompt.extra.get("reward_model") == row.get("reward_model")

@@ -172,3 +172,38 @@ async def test_the_steps_of_a_run_can_be_taken_together() -> None:
     assert run["staleness/max"] == trainer.position.max_age
     waiting = sum(metrics["time/get_groups"] for metrics in trainer.observer.steps)
     assert run["idle/trainer"] == pytest.approx(waiting / run["time/step"])
+
+
+# ---- the end of a run
+
+
+async def test_the_last_updates_are_synced_though_the_steps_are_no_multiple_of_the_trigger() -> None:
+    config = run_config(asynchrony={"trigger_parameter_sync_step": 3}, trainer={"steps": 8})
+    trainer = make_trainer(rig := Rig(config))
+    await fit(trainer, rig)
+    assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (8, 0, [1, 2, 3])
+    assert rig.ledger.trained_count == 32
+
+
+async def test_the_last_updates_are_synced_where_the_data_ends_before_the_trigger() -> None:
+    asynchrony = {"trigger_parameter_sync_step": 3}
+    config = run_config(data={"train": "x.jsonl", "epochs": 1}, asynchrony=asynchrony, trainer={"steps": 20})
+    trainer = make_trainer(rig := Rig(config, rows=17))
+    await fit(trainer, rig)
+    assert (trainer.position.step, trainer.position.groups) == (5, 17)
+    assert (trainer.position.unsynced, trainer.publisher.versions) == (0, [1, 2])
+
+
+async def test_a_run_that_ended_between_two_syncs_can_be_prolonged() -> None:
+    short = run_config(asynchrony={"trigger_parameter_sync_step": 2}, trainer={"steps": 3})
+    trainer = make_trainer(rig := Rig(short))
+    await fit(trainer, rig)
+    assert (trainer.position.step, trainer.position.version) == (3, 2)
+    config = run_config(asynchrony={"trigger_parameter_sync_step": 2}, trainer={"steps": 8})
+    longer = Rig(config, state=await rig.rollouter.ledger_state(), version=2)
+    await longer.engines[0].update_weights(WeightUpdate(2, "", 0), "keep")
+    again = make_trainer(longer, trainer.position)
+    await fit(again, longer)
+    assert (again.position.step, again.publisher.versions) == (8, [3, 4, 5])
+    assert longer.ledger.trained_count == again.position.groups == 32
+    assert again.position.max_age <= 1

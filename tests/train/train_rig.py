@@ -20,11 +20,13 @@ VOCABULARY = 97
 TEMPERATURE = 0.7
 
 
-def save_llama(folder: Path, *, tied: bool = True, hidden_size: int = 64, seed: int = 1) -> Path:
+def save_llama(
+    folder: Path, *, tied: bool = True, hidden_size: int = 64, seed: int = 1, vocabulary: int = VOCABULARY
+) -> Path:
     """Two layers, four heads over two key-value heads; weights wide enough that errors show."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=2,

@@ -132,14 +132,16 @@ def start_engine(config: RunConfig, model_path: str, index: int) -> RemoteEngine
     """Place one engine; its model loads when `start` of the actor is called."""
     from tidemill.rollout.engine import engine_environment
 
-    options = {
-        "num_cpus": 0,
-        "num_gpus": gpus_per_engine(config),
-        "max_concurrency": MAX_CALLS,
-        "runtime_env": {"env_vars": engine_environment(config.rollout)},
-    }
-    actor = ray.remote(EngineActor).options(**options).remote(config, model_path, index)
+    shell = engine_shell(EngineActor, gpus_per_engine(config), engine_environment(config.rollout))
+    actor = shell.remote(config, model_path, index)
     return RemoteEngine(f"engine {index}", actor)
+
+
+def engine_shell(actor: type[EngineActor], gpus: int, environment: Mapping[str, str]) -> Any:
+    """The Ray class of an engine, with so many open calls that control calls pass any crowd of generations."""
+    return ray.remote(actor).options(
+        num_cpus=0, num_gpus=gpus, max_concurrency=MAX_CALLS, runtime_env={"env_vars": dict(environment)}
+    )
 
 
 def gpus_per_engine(config: RunConfig) -> int:

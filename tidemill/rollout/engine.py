@@ -212,13 +212,17 @@ class VllmEngine:
                 await asyncio.sleep(ABORT_POLL_S)
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        """See `protocols.Engine.update_weights`; bounded by `rollout.start_timeout_s`."""
+        """See `protocols.Engine.update_weights`; updates that come at once are made one after the other.
+
+        Bounded by `rollout.start_timeout_s`, and `group_timeout_s` where requests finish first.
+        """
+        limit = self._rollout.start_timeout_s + (self._rollout.group_timeout_s if mode == "wait" else 0.0)
         async with self._updating:
             llm = self._running(f"update to version {update.version}")
             # What arrives meanwhile waits here, not in vLLM: its cache salt must be that of the new version.
             self._open.clear()
             try:
-                async with asyncio.timeout(self._rollout.start_timeout_s):
+                async with asyncio.timeout(limit):
                     await llm.pause_generation(mode=mode, clear_cache=mode != "keep")
                     await self._load_weights(llm, update)
             except Exception as error:

@@ -57,7 +57,7 @@ def engine_settings(model_path: str, rollout: RolloutConfig, max_prompt_tokens: 
     settings = {
         "dtype": str(compute_dtype(rollout.dtype, device)).removeprefix("torch."),
         "max_model_len": context_length(model_path, max_prompt_tokens + rollout.max_new_tokens),
-        "max_num_seqs": min(rollout.max_concurrent_groups * rollout.group_size, MAX_SEQUENCES[device]),
+        "max_num_seqs": min(rollout.concurrent_samples_per_replica * rollout.group_size, MAX_SEQUENCES[device]),
         "tensor_parallel_size": rollout.tensor_parallel_size,
         # Of the tempered distribution, as the trainer's.
         "logprobs_mode": "processed_logprobs",

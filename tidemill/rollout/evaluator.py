@@ -48,7 +48,7 @@ class Evaluator:
         fitting = [prompt for prompt in prompts if not held_out.too_long(prompt)]
         if not fitting:
             raise RunError(f"all {len(prompts)} held-out prompts exceed data.max_prompt_tokens; raise it")
-        slots = asyncio.Semaphore(self._config.rollout.max_concurrent_groups * len(self._engines))
+        slots = asyncio.Semaphore(self._config.rollout.concurrent_samples_per_replica * len(self._engines))
         tasks = [asyncio.create_task(self._answer(prompt, version, slots)) for prompt in fitting]
         try:
             outcomes = await asyncio.gather(*tasks)

@@ -44,7 +44,7 @@ class Flight:
         number: ordinal of the dispatch in this process; makes the request id unique.
         version: the policy version at dispatch: no token can be older.
         started: when, by the rollouter's clock.
-        stage: where it is.
+        stage: where it is; "delivering" from the moment at which its group is finished.
         task: runs it; set right after it is made.
     """
 

@@ -33,13 +33,13 @@ class Producer:
     ) -> None:
         self._config, self._engines, self._rewards = config.rollout, engines, rewards
         self._decode, self._idle, self._clock = decode, idle, clock
-        self._seed = config.seed if config.asynchrony.max_staleness == 0 else None
+        self._seed = config.seed if config.synchronous else None
 
     async def generate(self, flight: Flight, failures: int) -> list[Completion]:
         """Sample the group; a time-out and a cancellation abort the request on the engine.
 
-        When `max_staleness` is 0 a run can be reproduced, and the group is seeded by `group_seed`. Otherwise timing
-        decides which version samples what, and unseeded sampling is faster in vLLM.
+        A synchronous run can be reproduced, and the group is seeded by `group_seed`. Otherwise timing decides which
+        version samples what, and unseeded sampling is faster in vLLM.
 
         Raises:
             FlightFailure: "timeout", "engine_error", "aborted" (though nobody asked) or "empty" (no token at all).

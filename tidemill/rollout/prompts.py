@@ -115,7 +115,7 @@ class PromptSet:
     def _render(self, row: int) -> Prompt:
         columns = dict(self._rows[row])
         content = columns.pop(self._config.prompt_key)
-        answer = columns.pop(self._config.answer_key, None)
+        answer = take(columns, self._config.answer_key)
         return Prompt(
             uid=row,
             row=row,
@@ -158,6 +158,15 @@ def question(content: str | list[dict[str, str]]) -> str:
         return content
     asked = [message["content"] for message in content if message["role"] == "user"]
     return asked[-1] if asked else content[-1]["content"]
+
+
+def take(columns: dict[str, Any], key: str) -> Any:
+    """Remove a column and return it; `a.b` that is no column is the value `b` in the mappings of column `a`."""
+    if key in columns:
+        return columns.pop(key)
+    first, dot, rest = key.partition(".")
+    inner = columns.get(first)
+    return take(dict(inner), rest) if dot and isinstance(inner, dict) else None
 
 
 def as_text(answer: Any) -> str | None:

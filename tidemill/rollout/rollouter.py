@@ -21,13 +21,14 @@ from tidemill.errors import RunError
 from tidemill.protocols import Delivery, Engine, Evaluation, Queue, Ref
 from tidemill.records import Group
 from tidemill.rollout.activity import Clock, IdleMeter, Tally
+from tidemill.rollout.admission import Admission
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
 from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, EnginePool, Flight, Scorer
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
 from tidemill.rollout.prompts import PromptSet
-from tidemill.rollout.staleness import StalenessPolicy, too_old
+from tidemill.rollout.turns import Turns
 
 LOG = logging.getLogger(__name__)
 
@@ -69,18 +70,17 @@ class Rollouter(Generic[Ref]):
         version: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.config, self.prompts, self.queue, self.ledger, self.version = config, prompts, queue, ledger, version
+        self.config, self.prompts, self.queue, self.ledger = config, prompts, queue, ledger
         pool, idle = EnginePool(engines), IdleMeter(clock)
         self._engines, self._idle, self._clock = pool, idle, clock
-        self._policy = StalenessPolicy.of(config, len(engines))
+        self._admission = Admission(config, len(engines), ledger, version)
+        self._turns = Turns(self._admission.policy)
         self._producer = Producer(config, pool, rewards, decode, idle, clock)
         self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
-        self._streak = FailureStreak(ledger.total, self._policy.max_concurrent, len(prompts))
+        self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
         self._store, self._tally = store_payload, Tally()
-        self._trained_before = version * config.groups_per_version - ledger.trained_count
         self._flights: dict[int, Flight] = {}
-        self._queued: dict[int, int] = {}  # oldest version by uid
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -103,6 +103,7 @@ class Rollouter(Generic[Ref]):
             while self._error is None and not self._ended():
                 self._wake.clear()
                 await self._admit()
+                self._turns.next(self._admission.settled(self._flights), self._flights)
                 self._watchdog.look(self._flights.values())
                 await self._sleep()
         finally:
@@ -118,25 +119,19 @@ class Rollouter(Generic[Ref]):
         self._wake.set()
 
     def _ended(self) -> bool:
-        """Nothing more is wanted, or can be trained.
-
-        What is in the queue may yet be swept as stale and have to be generated again, so the end waits for the trainer;
-        a rest that fills no batch, and that it can take at its present version, is released by closing the queue.
-        """
-        if self._stopping or self._trained() >= self.config.trainer.steps * self.config.required_samples:
-            return True
-        used_up = not self._flights and self.ledger.next_uid() is None
-        settled = self._trained() // self.config.groups_per_version <= self.version
-        fresh = not any(self._too_old(version) for version in self._queued.values())
-        return used_up and settled and fresh and len(self._queued) < self.config.required_samples
+        """Nothing more is wanted, or can be trained."""
+        return self._stopping or self._admission.complete() or self._admission.exhausted(self._flights)
 
     async def _sleep(self) -> None:
+        # Not wait_for, which forgets a cancellation that comes together with the event (Python 3.11).
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), min(TICK_S, self.config.rollout.group_timeout_s / 2))
+            async with asyncio.timeout(min(TICK_S, self.config.rollout.group_timeout_s / 2)):
+                await self._wake.wait()
 
     async def _land_all(self) -> None:
         """Leave no task behind; not by cancelling a put, whose group might be stored all the same."""
         self._stopping = True
+        self._turns.open()
         tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
         for flight in list(self._flights.values()):
             if flight.stage != "delivering":
@@ -147,7 +142,7 @@ class Rollouter(Generic[Ref]):
                 LOG.warning("%d groups did not end: %s", len(left), list(self._flights))
 
     async def _admit(self) -> None:
-        while (uid := self.ledger.next_uid()) is not None and not self._stopping and self._capacity() > 0:
+        while (uid := self.ledger.next_uid()) is not None and not self._stopping and self._room() > 0:
             self.ledger.dispatched(uid)
             prompt = self.prompts.prompt(uid)
             if self.prompts.too_long(prompt):
@@ -155,23 +150,13 @@ class Rollouter(Generic[Ref]):
                 await asyncio.sleep(0)  # a long row of such prompts must not hold up the event loop
                 continue
             self._streak.fits()
-            flight = Flight(prompt, next(self._numbers), self.version, self._clock())
+            flight = Flight(prompt, next(self._numbers), self._admission.version, self._clock())
             self._flights[uid] = flight
             flight.task = asyncio.create_task(self._fly(flight))
             flight.task.add_done_callback(partial(self._landed, flight))
 
-    def _capacity(self) -> int:
-        """Groups that may start. What the queue will sweep for its age has given its place back already."""
-        waiting = (v for uid, v in self._queued.items() if uid not in self._flights)
-        fresh = sum(not self._too_old(version) for version in waiting)
-        return self._policy.capacity(self.version, len(self._flights), self._trained() + fresh)
-
-    def _trained(self) -> int:
-        """Groups trained since the very start of the run."""
-        return self._trained_before + self.ledger.trained_count
-
-    def _too_old(self, oldest_version: int) -> bool:
-        return too_old(oldest_version, self.version, self.config.asynchrony.max_staleness)
+    def _room(self) -> int:
+        return self._admission.capacity(self._flights)
 
     def _skip(self, uid: int, tokens: int) -> None:
         limit = self.config.data.max_prompt_tokens
@@ -197,16 +182,19 @@ class Rollouter(Generic[Ref]):
         await self._deliver(flight, group)
 
     async def _deliver(self, flight: Flight, group: Group) -> None:
-        """Put into the queue, waiting as long as the group is wanted.
-
-        It counts as queued from the first attempt on, because the trainer may be done with it before we hear of it.
-        """
+        """Put into the queue when its turn has come, waiting as long as the group is wanted."""
         flight.stage = "delivering"
+        self._wake.set()
+        async with self._turns.turn(flight):
+            await self._put(flight, group)
+
+    async def _put(self, flight: Flight, group: Group) -> None:
+        """It counts as queued from the first attempt on: the trainer may be done with it before we hear of it."""
         payload = group.to_bytes()
         delivery = Delivery(group.header(len(payload)), self._store(payload))
         self.ledger.queued(flight.uid)
-        self._queued[flight.uid] = group.oldest_version
-        while not self._too_old(group.oldest_version) and not self._stopping:
+        self._admission.queued[flight.uid] = group.oldest_version
+        while not self._admission.too_old(group.oldest_version) and not self._stopping:
             try:
                 dropped = await self.queue.put([delivery], PUT_TIMEOUT_S)
             except TimeoutError:
@@ -233,7 +221,7 @@ class Rollouter(Generic[Ref]):
     def _drop(self, uids: Sequence[int], reason: str) -> None:
         for uid in uids:
             self.ledger.dropped(uid, reason)
-            self._queued.pop(uid, None)
+            self._admission.queued.pop(uid, None)
             self._tally.count(f"dropped/{reason}")
         self._wake.set()
 
@@ -251,12 +239,12 @@ class Rollouter(Generic[Ref]):
         Raises:
             RunError: the version goes backwards.
         """
-        if version < self.version:
-            raise RunError(f"policy version {version} begins after version {self.version}")
-        self.version = version
+        if version < self._admission.version:
+            raise RunError(f"policy version {version} begins after version {self._admission.version}")
+        self._admission.version = version
         self._engines.forgive()
         for flight in list(self._flights.values()):
-            if flight.stage == "generating" and self._too_old(flight.version):
+            if flight.stage == "generating" and self._admission.too_old(flight.version):
                 self._abandon(flight, "stale")
         self._wake.set()
 
@@ -268,7 +256,7 @@ class Rollouter(Generic[Ref]):
         """
         self.ledger.trained(uids)
         for uid in uids:
-            self._queued.pop(uid, None)
+            self._admission.queued.pop(uid, None)
         self._wake.set()
 
     async def reissue(self, uids: Sequence[int], reason: str) -> None:

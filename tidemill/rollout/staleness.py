@@ -7,14 +7,26 @@ starts at v is at most eta versions old when it is trained if
     i < (eta + v + 1) * B,
 
 which is the capacity formula of AReaL (Fu et al. 2025, arXiv:2505.24298, section 5.1). Admission paces on the
-aggregate; `too_old` is the hard bound for the single group that was overtaken on the way.
+aggregate; `too_old` is the hard bound for the single group that was overtaken on the way. The strategy decides what
+else happens:
+
+pace: groups are trained in the order in which they finish; one that was overtaken too often is cancelled.
+drop: admission does not look at ages at all; what became too old is cancelled or swept, and generated again.
+wait: groups are handed on in an order in which none can become too old, the trainer waiting for the slow ones. Let g
+    be the next group to be handed on, the d-th of the run, and s_0 <= s_1 <= ... the versions at which the other
+    groups under way have started. If they follow in this order, the k-th is trained at version floor((d + k) / B), so
+    g may go when d + k < (s_k + eta + 1) * B for all k. The oldest group may always go (earliest deadline first).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from tidemill.config import RunConfig
+
+Strategy = Literal["pace", "drop", "wait"]
 
 
 def too_old(oldest_version: int, version: int, max_staleness: int) -> bool:
@@ -33,6 +45,7 @@ class StalenessPolicy:
         max_groups_between_syncs: verl's bound, or None: the groups started since the last sync, plus those running
             or queued at that sync, are at most this many. `(1 + threshold) * B` in a config.
         total: groups that the whole run trains, or None.
+        strategy: what keeps the bound, see above.
     """
 
     max_staleness: int
@@ -40,6 +53,7 @@ class StalenessPolicy:
     max_concurrent: int
     max_groups_between_syncs: int | None = None
     total: int | None = None
+    strategy: Strategy = "pace"
 
     @classmethod
     def of(cls, config: RunConfig, engines: int) -> StalenessPolicy:
@@ -47,9 +61,10 @@ class StalenessPolicy:
         return cls(
             max_staleness=config.asynchrony.max_staleness,
             groups_per_version=config.groups_per_version,
-            max_concurrent=config.rollout.max_concurrent_groups * engines,
+            max_concurrent=config.rollout.concurrent_samples_per_replica * engines,
             max_groups_between_syncs=config.max_groups_between_syncs,
             total=config.trainer.steps * config.required_samples,
+            strategy=config.asynchrony.staleness_strategy,
         )
 
     def capacity(self, version: int, running: int, accepted: int) -> int:
@@ -65,13 +80,25 @@ class StalenessPolicy:
             accepted: groups queued or trained since the very start of the run; `version * B` just after a resume at
                 `version`, when the queue is empty.
         """
-        bounds = [
-            self.max_concurrent - running,
-            (self.max_staleness + version + 1) * self.groups_per_version - (accepted + running),
-        ]
+        bounds = [self.max_concurrent - running]
+        if self.strategy != "drop":
+            bounds.append(self.deadline(version) - (accepted + running))
         if self.max_groups_between_syncs is not None:
             since_sync = accepted + running - version * self.groups_per_version
             bounds.append(self.max_groups_between_syncs - since_sync)
         if self.total is not None:
             bounds.append(self.total - (accepted + running))
         return max(0, min(bounds))
+
+    def deadline(self, version: int) -> int:
+        """Groups that can be trained before one that starts at `version` is too old."""
+        return (self.max_staleness + version + 1) * self.groups_per_version
+
+    def keeps_all_in_time(self, delivered: int, others: Iterable[int]) -> bool:
+        """Whether every other group can still be trained in time when one more is handed on now.
+
+        Args:
+            delivered: groups queued or trained since the start of the run, that one included.
+            others: the versions at which all others started that are not handed on yet, in any order.
+        """
+        return all(delivered + place < self.deadline(version) for place, version in enumerate(sorted(others)))

@@ -70,6 +70,7 @@ class Position:
         response_tokens: sampled tokens trained.
         max_age: largest age of a trained token so far, in versions.
         seconds: training time of all attempts of this run.
+        unsynced: optimizer steps since the last weight sync.
     """
 
     step: int = 0
@@ -78,6 +79,7 @@ class Position:
     response_tokens: int = 0
     max_age: int = 0
     seconds: float = 0.0
+    unsynced: int = 0
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class Trainer:
     position: Position = field(default_factory=Position)
 
     async def fit(self) -> None:
-        """Train until the step budget or the data ends.
+        """Train until the step budget or the data ends, and publish what was learned since the last sync.
 
         Consumes: groups of the queue. Produces: versions, checkpoints, metrics. Waits for: a full batch, at most
         `trainer.get_timeout_s`.
@@ -114,6 +116,8 @@ class Trainer:
                 metrics = await self.fit_step(timings)
                 if metrics is None:
                     self.observer.notice(f"the data ended after step {self.position.step}")
+                    if self.position.unsynced:
+                        await self.sync_weights()
                     break
                 await self.after_step(timings)
             self.position.seconds += timings.seconds["step"]
@@ -143,10 +147,16 @@ class Trainer:
         await self.queue.acknowledge(lease.lease_id)
         await self.generation.mark_trained([group.uid for group in groups])
         self.advance(groups)
-        if self.position.step % self.config.asynchrony.trigger_parameter_sync_step == 0:
+        if self.sync_is_due:
             with timings.phase("sync"):
                 metrics |= await self.sync_weights()
         return metrics
+
+    @property
+    def sync_is_due(self) -> bool:
+        """Every `trigger_parameter_sync_step` steps, and after the last one, so that no update is lost."""
+        last = self.position.step == self.config.trainer.steps
+        return last or self.position.unsynced == self.config.asynchrony.trigger_parameter_sync_step
 
     @property
     def ranks_count(self) -> int:
@@ -199,6 +209,7 @@ class Trainer:
         """Count a finished optimizer step."""
         position = self.position
         position.step += 1
+        position.unsynced += 1
         position.groups += len(groups)
         position.response_tokens += sum(group.response_tokens for group in groups)
         position.max_age = max([position.max_age, *(position.version - group.oldest_version for group in groups)])
@@ -206,14 +217,14 @@ class Trainer:
     async def sync_weights(self) -> Metrics:
         """Publish the parameters as the next version; generation goes on with it."""
         version = self.position.version + 1
-        timings = await self.publisher.publish(version, self.config.asynchrony.pause_mode)
-        self.position.version = version
+        timings = await self.publisher.publish(version, self.config.pause_mode)
+        self.position.version, self.position.unsynced = version, 0
         await self.generation.begin_version(version)
         return dict(timings)
 
     async def after_step(self, timings: Timings) -> None:
         """Evaluate and checkpoint at the versions that ask for it."""
-        if self.position.step % self.config.asynchrony.trigger_parameter_sync_step:
+        if self.position.unsynced:
             return
         version, last = self.position.version, self.position.step == self.config.trainer.steps
         every = self.config.evaluation.every

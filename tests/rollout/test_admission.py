@@ -1,0 +1,196 @@
+"""Admission, ledger and queue together, over any interleaving of work, failures, version bumps and crashes.
+
+The rules drive the real policy, ledger and queue the way the rollouter and the trainer do, one step at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tidemill.errors import RunError
+from tidemill.protocols import Delivery, Lease
+from tidemill.queue.message_queue import MessageQueue
+from tidemill.records import GroupHeader
+from tidemill.rollout.ledger import Ledger
+from tidemill.rollout.staleness import StalenessPolicy, too_old
+
+T = TypeVar("T")
+NOW = 0.0  # a call that cannot be answered at once gives up
+
+
+def at_once(call: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(call)
+
+
+class Run(RuleBasedStateMachine):
+    """A run of `total` groups, B a version."""
+
+    @initialize(
+        eta=st.integers(0, 3),
+        per_step=st.integers(1, 3),
+        trigger=st.integers(1, 3),
+        concurrent=st.integers(2, 9),
+        strategy=st.sampled_from(["pace", "drop", "wait"]),
+        threshold=st.sampled_from([None, 0.0, 0.5]),
+        versions=st.integers(1, 6),
+    )
+    def begin(
+        self, eta: int, per_step: int, trigger: int, concurrent: int, strategy: Any, threshold: Any, versions: int
+    ) -> None:
+        self.eta, self.step, self.trigger, self.batch = eta, per_step, trigger, per_step * trigger
+        self.total = versions * self.batch
+        between = None if threshold is None else int((1 + threshold) * self.batch)
+        self.policy = StalenessPolicy(eta, self.batch, concurrent, between, self.total, strategy)
+        self.committed: tuple[str, int, list[int]] = (json.dumps(Ledger(self.total).state()), 0, [])
+        self.restart()
+
+    def restart(self) -> None:
+        """What a new process has: the last commit, an empty queue, nothing in flight."""
+        state, self.version, trained = self.committed
+        self.ledger, self.trained = Ledger.restore(json.loads(state), self.total), list(trained)
+        self.queue: MessageQueue[None] = MessageQueue(self.batch * (self.eta + 1), self.eta)
+        self.flights: dict[int, int] = {}  # version at the start by uid
+        self.oldest: dict[int, int] = {}  # of those in the queue
+        self.since_sync = 0
+
+    def settled(self) -> int:
+        return self.version * self.batch + self.since_sync + len(self.fresh())
+
+    def fresh(self) -> list[int]:
+        return [uid for uid, version in self.oldest.items() if not too_old(version, self.version, self.eta)]
+
+    @rule()
+    def admit(self) -> None:
+        room = self.policy.capacity(self.version, len(self.flights), self.settled())
+        while room > 0 and (uid := self.ledger.next_uid()) is not None:
+            self.ledger.dispatched(uid)
+            self.flights[uid], room = self.version, room - 1
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.flights)))
+        started = self.flights[uid]
+        others = [version for other, version in self.flights.items() if other != uid]
+        if self.policy.strategy == "wait" and not self.policy.keeps_all_in_time(self.settled() + 1, others):
+            return
+        oldest = data.draw(st.integers(started, self.version))  # its first token may come later than its start
+        try:
+            at_once(self.queue.put([Delivery(GroupHeader(uid, oldest, 1, 1), None)], NOW))
+        except TimeoutError:
+            assert len(self.queue.queued) == self.queue.capacity
+            return
+        self.ledger.queued(uid)
+        del self.flights[uid]
+        self.oldest[uid] = oldest
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data(), reason=st.sampled_from(["timeout", "engine_error"]))
+    def fail(self, data: st.DataObject, reason: str) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.flights)))
+        self.ledger.dropped(uid, reason)
+        del self.flights[uid]
+
+    @rule()
+    def train(self) -> None:
+        """One optimizer step, and the next version after `trigger` of them."""
+        try:
+            lease: Lease[None] = at_once(self.queue.lease(self.step, self.version, NOW))
+        except TimeoutError:
+            return
+        for uid in lease.swept:
+            assert self.policy.strategy != "wait"
+            self.ledger.dropped(uid, "stale")
+            del self.oldest[uid]
+        if not lease.deliveries:
+            return
+        uids = [delivery.header.uid for delivery in lease.deliveries]
+        assert all(self.version - delivery.header.oldest_version <= self.eta for delivery in lease.deliveries)
+        at_once(self.queue.acknowledge(lease.lease_id))
+        self.ledger.trained(uids)
+        for uid in uids:
+            del self.oldest[uid]
+        self.trained += uids
+        self.since_sync += self.step
+        if self.since_sync == self.batch:
+            self.next_version()
+
+    @rule(data=st.data(), rounds=st.integers(1, 5))
+    def work(self, data: st.DataObject, rounds: int) -> None:
+        """What a healthy run mostly does; without it few examples come far."""
+        for _ in range(rounds):
+            self.admit()
+            for _ in range(min(self.step, len(self.flights))):
+                self.finish(data)
+            self.train()
+
+    def next_version(self) -> None:
+        """As `Rollouter.begin_version`."""
+        self.version, self.since_sync = self.version + 1, 0
+        for uid, started in list(self.flights.items()):
+            if too_old(started, self.version, self.eta):
+                assert self.policy.strategy != "wait"
+                self.ledger.dropped(uid, "stale")
+                del self.flights[uid]
+
+    @precondition(lambda self: self.since_sync == 0)
+    @rule()
+    def commit(self) -> None:
+        self.committed = (json.dumps(self.ledger.state()), self.version, list(self.trained))
+
+    @rule(dice=st.integers(0, 9))
+    def crash(self, dice: int) -> None:
+        """Rarely, so that runs get anywhere."""
+        if dice == 9:
+            self.restart()
+
+    @rule(data=st.data())
+    def train_twice(self, data: st.DataObject) -> None:
+        if self.trained:
+            with pytest.raises(RunError):
+                self.ledger.trained([data.draw(st.sampled_from(self.trained))])
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        self.ledger.check()
+        assert max(Counter(self.trained).values(), default=1) == 1
+        assert self.ledger.trained_count == len(self.trained)
+        counts = self.ledger.counts()
+        assert (counts["dispatched"], counts["queued"]) == (len(self.flights), len(self.oldest))
+        assert len(self.flights) <= self.policy.max_concurrent
+
+    @invariant()
+    def no_more_is_under_way_than_can_be_trained_in_time(self) -> None:
+        under_way = self.settled() + len(self.flights)
+        assert under_way <= self.total
+        if self.policy.strategy != "drop":
+            assert under_way <= self.policy.deadline(self.version)
+        if self.policy.max_groups_between_syncs is not None:
+            assert under_way - self.version * self.batch <= self.policy.max_groups_between_syncs
+
+    def teardown(self) -> None:
+        """From wherever it stands, the run comes to its end: every occurrence trained exactly once."""
+        for _ in range(20 * self.total + 20):
+            self.admit()
+            for uid in sorted(self.flights, key=lambda uid: self.flights[uid]):
+                if len(self.queue.queued) < self.queue.capacity:
+                    at_once(self.queue.put([Delivery(GroupHeader(uid, self.flights[uid], 1, 1), None)], NOW))
+                    self.ledger.queued(uid)
+                    self.oldest[uid] = self.flights.pop(uid)
+            self.train()
+            if len(self.trained) == self.total:
+                break
+        assert sorted(self.trained) == list(range(self.total))
+
+
+Run.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
+test_any_interleaving = Run.TestCase

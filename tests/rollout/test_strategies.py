@@ -1,0 +1,122 @@
+"""What keeps the staleness bound: pace, drop or wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_rig import Rig, run_config
+
+from tidemill.fakes import FakeEngine, Fault
+from tidemill.records import Int32Array
+from tidemill.rollout.staleness import StalenessPolicy
+
+STRATEGIES = ["pace", "drop", "wait"]
+
+
+def heavy_tail(prompt_ids: Int32Array, version: int, sample: int) -> list[int]:
+    """Every fourth row takes thirty times as long as the others."""
+    row = int("".join(chr(token) for token in prompt_ids if chr(token).isdigit()))
+    return [1] * (60 if row % 4 == 3 else 2)
+
+
+def heavy_rig(strategy: str, bound: int = 1, steps: int = 12, **more: Any) -> Rig:
+    config = run_config(
+        asynchrony={"max_staleness": bound, "staleness_strategy": strategy}, trainer={"steps": steps}, **more
+    )
+    return Rig(config, engines=[FakeEngine(script=heavy_tail) for _ in range(2)])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bound", [1, 2])
+async def test_every_strategy_keeps_the_bound_and_trains_every_prompt_once(strategy: str, bound: int) -> None:
+    rig = heavy_rig(strategy, bound)
+    assert await rig.run() == 12
+    assert max(rig.ages) <= bound
+    assert len(set(rig.uids)) == len(rig.uids) == 48
+
+
+async def test_wait_drops_nothing_where_pace_drops_what_was_overtaken() -> None:
+    pace, wait = heavy_rig("pace"), heavy_rig("wait")
+    await pace.run()
+    await wait.run()
+    assert pace.ledger.counts()["dropped/stale"] > 0
+    assert not [name for name in wait.ledger.counts() if name.startswith("dropped/")]
+    assert sum(len(engine.requests) for engine in wait.engines) == 48
+
+
+async def test_wait_hands_on_what_overtook_as_long_as_all_stay_in_time() -> None:
+    rig = heavy_rig("wait", 2)
+    await rig.run()
+    order = [group.uid for group in rig.trained]
+    assert order != sorted(order)  # a queue in strict order would need no policy
+
+
+async def test_wait_goes_on_when_a_group_that_others_wait_for_fails() -> None:
+    config = run_config(asynchrony={"staleness_strategy": "wait"}, rollout={"group_timeout_s": 0.2})
+    rig = Rig(config, engines=[FakeEngine(faults={0: Fault("hang", times=1), 6: Fault("error", times=1)})])
+    assert await rig.run() == 5
+    assert rig.uids == list(range(20))
+
+
+async def test_drop_runs_ahead_of_the_pace_and_replaces_exactly_what_it_dropped() -> None:
+    rig = heavy_rig("drop", queue={"capacity": 8}, rollout={"concurrent_samples_per_replica": 8})
+    assert await rig.run() == 12
+    counts = rig.ledger.counts()
+    dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
+    assert dropped > 0
+    requested = Counter(int(name.partition(".")[0]) for engine in rig.engines for name, _ in engine.requests)
+    assert sorted(requested) == rig.uids == list(range(48))  # nobody else in place of the dropped
+    assert counts["issued"] == 48 + dropped >= requested.total()  # some are dropped on their way to the engine
+
+
+def test_drop_admits_what_engines_hold_whatever_its_age_will_be() -> None:
+    drop = StalenessPolicy(1, 4, 100, total=1000, strategy="drop")
+    assert drop.capacity(version=0, running=0, accepted=0) == 100  # pace: (1 + 0 + 1) * 4 = 8
+    assert drop.capacity(version=0, running=100, accepted=8) == 0
+
+
+def test_wait_lets_a_group_overtake_only_while_the_others_keep_their_places() -> None:
+    # B = 4, eta = 1: what started at version 0 must be among the first 8, at version 1 among the first 12
+    wait = StalenessPolicy(1, 4, 100, strategy="wait")
+    assert wait.keeps_all_in_time(5, [0, 0, 0])  # the others get places 5, 6, 7 (from 0)
+    assert not wait.keeps_all_in_time(6, [0, 0, 0])  # 8 is too late
+    assert wait.keeps_all_in_time(6, [0, 0, 1, 1, 1, 1])
+    assert not wait.keeps_all_in_time(8, [0])
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(0, 3), st.integers(1, 4), st.integers(1, 12))
+def test_under_wait_no_interleaving_makes_a_group_too_old(
+    data: st.DataObject, eta: int, per_version: int, concurrent: int
+) -> None:
+    """Any group may finish at any time; whatever the policy lets go in whatever order is trained in time."""
+    policy = StalenessPolicy(eta, per_version, concurrent, strategy="wait")
+    under_way: list[int] = []  # version at the start
+    finished: set[int] = set()  # indices into the starts
+    starts: list[int] = []
+    delivered: list[int] = []
+    for _ in range(60):
+        version = len(delivered) // per_version
+        for _ in range(policy.capacity(version, len(under_way), len(delivered))):
+            under_way.append(len(starts))
+            starts.append(version)
+        running = [group for group in under_way if group not in finished]
+        if running:
+            finished.add(data.draw(st.sampled_from(running), label="finishes"))
+        free = [
+            group
+            for group in under_way
+            if group in finished
+            and policy.keeps_all_in_time(len(delivered) + 1, [starts[other] for other in under_way if other != group])
+        ]
+        oldest = min(under_way, key=lambda group: starts[group])
+        assert oldest not in finished or oldest in free or any(starts[group] == starts[oldest] for group in free)
+        if free:
+            group = data.draw(st.sampled_from(free), label="goes")
+            assert len(delivered) // per_version - starts[group] <= eta
+            under_way.remove(group)
+            delivered.append(group)

@@ -1,0 +1,121 @@
+"""The trainer's loop over the real rollouter and queue, watched at every update and every weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollout_rig import Rig
+
+from tidemill.protocols import Delivery, Evaluation, PauseMode, WeightUpdate
+from tidemill.records import Group
+from tidemill.train.batch import MicroBatch
+from tidemill.train.policy import PolicyRank
+from tidemill.train.trainer import Metrics, Position, Ranks, Trainer
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was under way when an optimizer step began, or a weight sync.
+
+    Attributes:
+        version: of the engines.
+        running: groups that engines were generating.
+        groups: of the step.
+        mode: of the sync.
+    """
+
+    version: int
+    running: int
+    groups: tuple[Group, ...] = ()
+    mode: PauseMode | None = None
+
+
+@dataclass
+class InProcess:
+    """A real rank in this process."""
+
+    policy: PolicyRank
+
+    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+        return self.policy.update(batches[0], denominator)
+
+
+class NoRanks:
+    """Learns nothing."""
+
+    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}
+
+
+@dataclass(repr=False)
+class Loop:
+    """One run; implements `Ranks`, `Publisher` and `Observer` around the parts, to see what they are asked.
+
+    Attributes:
+        steps, syncs: what was under way at each.
+        metrics: of each step.
+        before_step: is awaited before the ranks learn from a batch.
+    """
+
+    rig: Rig
+    ranks: Ranks = field(default_factory=NoRanks)
+    position: Position = field(default_factory=Position)
+    commit: Callable[[Position], Awaitable[None]] | None = None
+    before_step: Callable[[], Awaitable[None]] | None = None
+    steps: list[Moment] = field(default_factory=list)
+    syncs: list[Moment] = field(default_factory=list)
+    metrics: list[Metrics] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    fetched: tuple[Group, ...] = ()
+
+    def __post_init__(self) -> None:
+        rig = self.rig
+        self.trainer = Trainer(
+            rig.config, rig.queue, rig.rollouter, self, self, self, self.fetch, self.commit, self.position
+        )
+
+    async def running(self) -> int:
+        return int(sum([(await engine.stats())["running"] for engine in self.rig.engines]))
+
+    async def fetch(self, deliveries: Sequence[Delivery[bytes]]) -> list[Group]:
+        self.fetched = tuple(Group.from_bytes(delivery.payload) for delivery in deliveries)
+        return list(self.fetched)
+
+    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+        if self.before_step is not None:
+            await self.before_step()
+        self.steps.append(Moment(self.position.version, await self.running(), self.fetched))
+        return await self.ranks.update(batches, denominator)
+
+    async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
+        self.syncs.append(Moment(self.position.version, await self.running(), mode=mode))
+        await asyncio.gather(*(e.update_weights(WeightUpdate(version, "", 0), mode) for e in self.rig.engines))
+        return {"time/sync_adopt": 0.0}
+
+    def step_finished(self, position: Position, metrics: Metrics) -> None:
+        self.metrics.append(metrics)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        raise AssertionError("nothing asks for an evaluation here")
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    async def fit(self) -> None:
+        """Both sides to the end."""
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.rig.rollouter.run())
+            await self.trainer.fit()
+            await self.rig.rollouter.stop()
+        self.rig.ledger.check()
+
+    @property
+    def trained(self) -> list[Group]:
+        return [group for moment in self.steps for group in moment.groups]
+
+    @property
+    def ages(self) -> list[int]:
+        """Of the oldest token of every trained group."""
+        return [moment.version - group.oldest_version for moment in self.steps for group in moment.groups]

@@ -1,0 +1,143 @@
+"""A verl command becomes a run file, and nothing of it is lost without a word."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tidemill.cli import main
+from tidemill.config import RunConfig, fields
+from tidemill.errors import ConfigError
+from tidemill.run_file import parse_config
+from tidemill.verl.convert import convert
+from tidemill.verl.rules import DEFAULTS, PREFIXES, RULES, Becomes, LeftOut, Only, Part, rule_of
+
+SCRIPT = Path(__file__).with_name("math_7b_async.sh")
+PAGE = Path(__file__).parents[2] / "docs/from_verl.md"
+SMALL = (
+    "python -m verl.main actor_rollout_ref.model.path=m data.train_files=a.parquet algorithm.adv_estimator=grpo "
+    "actor_rollout_ref.rollout.n=4 rollout.total_rollout_steps=1024 "
+)
+
+
+def config(*settings: str, script: str = SMALL) -> RunConfig:
+    return parse_config(convert(script, settings, {"HOME": "/home/me"}))
+
+
+def refusal(*settings: str, script: str = SMALL) -> str:
+    with pytest.raises(ConfigError) as caught:
+        convert(script, settings, {})
+    return str(caught.value)
+
+
+def test_the_example_script_becomes_the_run_that_it_describes() -> None:
+    run = config(script=SCRIPT.read_text(encoding="utf-8"))
+    assert (run.name, run.model) == ("math-7b-async", "/home/me/verl/models/Qwen2.5-Math-7B")
+    assert (run.data.train, run.data.answer_key) == ("/home/me/verl/data/math.parquet", "reward_model.ground_truth")
+    a = run.asynchrony
+    assert (a.staleness_threshold, a.max_staleness, a.trigger_parameter_sync_step, a.require_batches) == (0.5, 1, 4, 2)
+    assert (a.partial_rollout, run.pause_mode) == (True, "keep")
+    assert run.trainer.steps == 51200 // (32 * 2) == 800
+    assert run.max_groups_between_syncs == int(1.5 * 4 * 2 * 32)
+    assert (run.rollout.engines, run.rollout.tensor_parallel_size, run.trainer.ranks) == (3, 4, 4)
+    assert (run.algorithm.kl_coef, run.algorithm.clip_high, run.algorithm.dual_clip) == (0.01, 0.28, 10.0)
+    assert run.trainer.micro_batch_tokens == (2048 + 8192) * 2
+
+
+def test_every_setting_of_the_script_is_taken_over_or_listed() -> None:
+    text = SCRIPT.read_text(encoding="utf-8")
+    keys = re.findall(r"^\s+([a-z_]+\.[a-z_.]+)=", text, re.MULTILINE)
+    printed = convert(text, [], {"HOME": "/home/me"})
+    listed = [key for key in keys if f"#   {key} = " in printed]
+    taken = [key for key in keys if isinstance(rule_of(key), Becomes | Part)]
+    assert len(keys) > 40
+    assert sorted(listed + taken) == sorted(keys)
+
+
+def test_what_a_script_leaves_out_is_as_verl_has_it() -> None:
+    run = config()
+    assert (run.asynchrony.staleness_threshold, run.asynchrony.trigger_parameter_sync_step) == (0.1, 4)
+    assert (run.trainer.ppo_mini_batch_size, run.trainer.weight_decay) == (256, 0.01)
+    assert "algorithm.adv_estimator = gae (verl's default): only grpo" in refusal("~algorithm.adv_estimator")
+
+
+@pytest.mark.parametrize(
+    ("threshold", "partial", "mode"), [("0", "True", "keep"), ("0.5", "False", "wait"), ("0.5", "True", "keep")]
+)
+def test_the_modes_of_verl_are_ours(threshold: str, partial: str, mode: str) -> None:
+    run = config(f"async_training.staleness_threshold={threshold}", f"async_training.partial_rollout={partial}")
+    assert (run.pause_mode, run.synchronous) == (mode, threshold == "0")
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("actor_rollout_ref.rollout.top_p=0.9", "only 1; truncated sampling"),
+        ("actor_rollout_ref.rollout.name=sglang", "only vllm"),
+        ("actor_rollout_ref.actor.strategy=megatron", "only fsdp or fsdp2"),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "only token-mean or seq-mean-token-mean"),
+        ("actor_rollout_ref.actor.entropy_coeff=0.001", "there is no entropy bonus"),
+        ("algorithm.rollout_correction.rollout_is=token", "importance weights"),
+        ("algorithm.filter_groups.enable=True", "only False"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "takes length into account"),
+        ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "not known"),
+        ("trainer.total_epochs=$(nproc)", "only the shell could tell"),
+        ("trainer.nnodes=many", "only a number"),
+        ("async_training.partial_rollout=1", "only True or False"),
+        ("async_training.staleness_threshold=-0.5", "only a number from 0 on"),
+        ("async_training.nonsense=1", "not known"),
+        ("data.train_files=['a.parquet','b.parquet']", "only one file"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(setting: str, why: str) -> None:
+    message = refusal(script=f'{SMALL} "{setting}"')
+    assert setting.lstrip("+").partition("=")[0] in message
+    assert why in message
+
+
+def test_all_refused_settings_are_named_at_once_and_can_be_replaced_or_taken_out() -> None:
+    script = f"{SMALL} algorithm.gae=1 actor_rollout_ref.rollout.top_k=20"
+    message = refusal(script=script)
+    assert all(part in message for part in ("2 settings", "algorithm.gae = 1", "actor_rollout_ref.rollout.top_k = 20"))
+    assert config("~algorithm.gae", "actor_rollout_ref.rollout.top_k=-1", script=script).rollout.top_p == 1.0
+
+
+def test_two_settings_that_contradict_each_other_are_refused() -> None:
+    assert "evaluation.every = 5" in refusal("trainer.test_freq=5", "rollout.test_freq=6", "data.val_files=b.parquet")
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.train_files"])
+def test_what_verl_only_defaults_to_a_path_of_its_own_must_be_given(key: str) -> None:
+    assert f"{key}: not given" in refusal(f"~{key}")
+
+
+def test_gpus_for_rollout_must_share_out_to_whole_engines() -> None:
+    message = refusal("rollout.n_gpus_per_node=6", "actor_rollout_ref.rollout.tensor_model_parallel_size=4")
+    assert "a divisor of the 6 GPUs" in message
+
+
+def test_every_rule_names_a_setting_of_ours_that_exists() -> None:
+    ours = {key for key, _, _ in fields()}
+    named = [key for rule in RULES.values() if isinstance(rule, Becomes | Part) for key in rule.key.split(", ")]
+    assert sorted(set(named) - ours) == []
+
+
+def test_every_rule_stands_on_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    missing = [key for key in [*RULES, *PREFIXES] if f"`{key}`" not in page and f"`{key}*`" not in page]
+    assert missing == []
+    assert [key for key in DEFAULTS if rule_of(key) is None] == []
+    assert all(isinstance(rule, LeftOut | Only | Becomes | Part) for rule in RULES.values())
+
+
+def test_the_command_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert-verl", str(SCRIPT), "trainer.experiment_name=other"]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["name"] == "other"
+    assert "# Left out of the verl command:" in printed
+    assert main(["convert-verl", "missing.sh"]) == 2
+    assert main(["convert-verl", str(SCRIPT), "data.train_batch_size=64"]) == 2
+    assert "data.train_batch_size = 64: only 0" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""Admission: the staleness policy over the books of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from tidemill.config import RunConfig
+from tidemill.rollout.ledger import Ledger
+from tidemill.rollout.staleness import StalenessPolicy, too_old
+
+
+class Admission:
+    """How many groups may start, and whether any more are wanted.
+
+    Args:
+        config: the bounds.
+        engines: how many there are.
+        ledger: of the run.
+        version: the version that the engines sample from at the start.
+
+    Attributes:
+        policy: of the config.
+        version: that the engines sample from.
+        queued: oldest version of every group in the queue or on its way into it, by uid.
+    """
+
+    def __init__(self, config: RunConfig, engines: int, ledger: Ledger, version: int) -> None:
+        self._ledger, self._step, self._per_version = ledger, config.required_samples, config.groups_per_version
+        self._wanted = config.trainer.steps * config.required_samples
+        # A version that ended early, with the data or the steps, counts like a whole one.
+        self._uncounted = version * config.groups_per_version - ledger.trained_count
+        self.policy = replace(StalenessPolicy.of(config, engines), total=self._wanted + self._uncounted)
+        self.version = version
+        self.queued: dict[int, int] = {}
+
+    def capacity(self, under_way: Collection[int]) -> int:
+        """Groups that may start beside those of the given uids."""
+        return self.policy.capacity(self.version, len(under_way), self.settled(under_way))
+
+    def settled(self, under_way: Collection[int]) -> int:
+        """Groups queued or trained. What the queue will sweep for its age has given its place back already."""
+        waiting = (version for uid, version in self.queued.items() if uid not in under_way)
+        return self._trained() + sum(not self.too_old(version) for version in waiting)
+
+    def too_old(self, oldest_version: int) -> bool:
+        """Whether a group may no longer be trained."""
+        return too_old(oldest_version, self.version, self.policy.max_staleness)
+
+    def complete(self) -> bool:
+        """The steps of the run are trained."""
+        return self._ledger.trained_count >= self._wanted
+
+    def exhausted(self, under_way: Collection[int]) -> bool:
+        """The prompts are used up, and all that is left fills no batch.
+
+        What is in the queue may yet be swept as stale and have to be generated again, so the end waits for the trainer;
+        a rest that it can take at its present version is released by closing the queue.
+        """
+        used_up = not under_way and self._ledger.next_uid() is None
+        caught_up = self._trained() // self._per_version <= self.version
+        fresh = not any(self.too_old(version) for version in self.queued.values())
+        return used_up and caught_up and fresh and len(self.queued) < self._step
+
+    def _trained(self) -> int:
+        return self._uncounted + self._ledger.trained_count

@@ -1,0 +1,1 @@
+"""From verl's command line to our settings."""

@@ -1,0 +1,183 @@
+"""Converts a verl command to our YAML: every setting is taken over, listed as left out, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from tidemill.config import RunConfig
+from tidemill.errors import ConfigError
+from tidemill.run_file import parse_config
+from tidemill.verl.rules import DEFAULTS, Becomes, LeftOut, Only, Part, rule_of
+from tidemill.verl.script import Text, Unknown, read_settings
+
+REQUIRED = {"model": "actor_rollout_ref.model.path", "data.train": "data.train_files"}
+ANSWER = "reward_model.ground_truth"  # where verl's files keep the reference answer
+LOOK_AT = (
+    "rewards: verl chooses by data_source; math_verify stands here. Name your functions.",
+    "asynchrony.max_staleness: a hard bound on every token, which verl does not have; see docs/from_verl.md.",
+)
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What became of a command.
+
+    Attributes:
+        ours: value by our dotted key.
+        left_out: reason by `key = value` of verl.
+        refused: reason by `key = value` of verl.
+    """
+
+    ours: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def yaml(self) -> str:
+        """A run file that says above what was left out and what to look at.
+
+        Raises:
+            ConfigError: the settings do not go together.
+        """
+        tree: dict[str, Any] = {}
+        for key, value in self.ours.items():
+            section, _, name = key.rpartition(".")
+            (tree.setdefault(section, {}) if section else tree)[name] = value
+        tree["data"]["answer_key"] = ANSWER
+        tree["rewards"] = [{"function": "math_verify"}]
+        ordered = {name: tree[name] for name in RunConfig.model_fields if name in tree}
+        text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)
+        parse_config(text)
+        left = [f"{setting}: {why}" for setting, why in self.left_out.items()]
+        return "\n".join([*comment("Look at", LOOK_AT), *comment("Left out of the verl command", left), "", text])
+
+
+def comment(title: str, lines: Sequence[str]) -> Iterator[str]:
+    """A list as YAML comments."""
+    if lines:
+        yield f"# {title}:"
+        yield from (f"#   {line}" for line in lines)
+
+
+def convert(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The run file for a script with a verl command; see `read_settings` for the arguments.
+
+    Raises:
+        ConfigError: naming every setting without a counterpart.
+    """
+    settings = read_settings(script, arguments, environment)
+    done = Conversion()
+    known: dict[str, Any] = {}
+    for key, text in settings.items():
+        value = text if isinstance(text, Unknown) else parse(text)
+        take(done, key, value)
+        known[key] = value
+    for key, value in DEFAULTS.items():
+        if key not in settings:
+            take(done, key, value, "verl's default")
+            known[key] = value
+    for ours, key in REQUIRED.items():
+        if ours not in done.ours and key not in settings:
+            done.refused[key] = "not given, and needed"
+    if not done.refused:
+        done.ours |= combined(done, known)
+    if done.refused:
+        lines = "".join(f"\n  {setting}: {why}" for setting, why in done.refused.items())
+        raise ConfigError(
+            "SCRIPT",
+            f"{len(done.refused)} settings",
+            f"what Tidemill has. Without a counterpart:{lines}\n",
+            "Change them in the script, or behind its name: KEY=VALUE replaces, ~KEY takes out.",
+        )
+    return done.yaml()
+
+
+def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
+    """Take one setting over, list it as left out, or refuse it."""
+    shown = f"{key} = {value.why if isinstance(value, Unknown) else value}{f' ({origin})' if origin else ''}"
+    rule = rule_of(key)
+    if isinstance(rule, LeftOut):
+        done.left_out[shown] = rule.why
+    elif rule is None:
+        done.refused[shown] = "not known; nothing here does what it does"
+    elif isinstance(value, Unknown):
+        done.refused[shown] = "only the shell could tell the value; write it out"
+    elif isinstance(rule, Only):
+        if value not in rule.values or isinstance(value, bool) != isinstance(rule.values[0], bool):
+            done.refused[shown] = f"only {' or '.join(map(str, rule.values))}; {rule.why}"
+        elif not origin:
+            done.left_out[shown] = f"always so: {rule.why}"
+    elif isinstance(rule, Part):
+        if not fits(rule, value) and (value is not None or key in DEFAULTS):
+            done.refused[shown] = f"only {'True or False' if bool in rule.kinds else 'a number from 0 on'}"
+    elif value is not None:
+        become(done, rule, shown, value)
+
+
+def fits(rule: Part, value: Any) -> bool:
+    """Whether a value can be reckoned with."""
+    return isinstance(value, rule.kinds) and isinstance(value, bool) == (bool in rule.kinds) and value >= 0
+
+
+def become(done: Conversion, rule: Becomes, shown: str, value: Any) -> None:
+    """Take over a setting that has a counterpart."""
+    try:
+        converted = rule.convert(value)
+    except ValueError as error:
+        done.refused[shown] = f"only {error}"
+        return
+    if done.ours.setdefault(rule.key, converted) != converted:
+        done.refused[shown] = f"another setting makes {rule.key} = {done.ours[rule.key]}"
+
+
+def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings that several of verl's make; see the rules of kind `Part`."""
+    threshold, partial = known["async_training.staleness_threshold"], known["async_training.partial_rollout"]
+    actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+    ours = {
+        "asynchrony.staleness_threshold": threshold,
+        "asynchrony.max_staleness": math.ceil(threshold),
+        "rollout.engines": whole_engines(known),
+        "trainer.ranks": known["trainer.nnodes"] * known["trainer.n_gpus_per_node"],
+        "algorithm.kl_coef": known[f"{actor}kl_loss_coef"] if known[f"{actor}use_kl_loss"] else 0.0,
+    }
+    if threshold > 0:
+        ours["asynchrony.partial_rollout"] = partial
+    else:
+        done.left_out[f"async_training.partial_rollout = {partial}"] = (
+            "with staleness_threshold 0 no group is in flight at a weight sync"
+        )
+    size = known.get(f"{rollout}n", known.get("rollout.n"))
+    if size is not None:
+        ours["rollout.group_size"] = size
+    if known.get(f"{rollout}standalone_gpu_memory_utilization") is not None:
+        ours["rollout.gpu_memory_utilization"] = known[f"{rollout}standalone_gpu_memory_utilization"]
+    return ours
+
+
+def whole_engines(known: Mapping[str, Any]) -> int:
+    """Engines of so many GPUs each.
+
+    Raises:
+        ConfigError: they do not share out evenly.
+    """
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    gpus, each = known["rollout.nnodes"] * known["rollout.n_gpus_per_node"], known[key]
+    if gpus < each or gpus % each:
+        raise ConfigError(key, each, f"a divisor of the {gpus} GPUs for rollout", "Change one of the two.")
+    return int(gpus // each)
+
+
+def parse(text: Text) -> Any:
+    """A value as Hydra reads it: numbers also in the form 1e-6."""
+    assert isinstance(text, str)
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return None if text == "None" else yaml.safe_load(text)
