@@ -21,6 +21,7 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+OldLogProb = Literal["rollout", "version_start", "decoupled"]
 
 
 class Section(BaseModel):
@@ -147,6 +148,36 @@ class AlgorithmConfig(Section):
     """Weight of the k3 estimate of KL(policy || reference); above 0 a frozen copy of the first policy is kept."""
     aggregation: Literal["token", "sequence"] = "token"
     """Average over all response tokens of the optimizer step, or first over each sequence."""
+    old_log_prob: OldLogProb = "rollout"
+    """What the ratio in the loss is taken to: `rollout`, the engine's log-probs at sampling; `version_start`, those of
+    the parameters that the present version began with (verl's MIS); `decoupled`, those of the proximal policy, and the
+    loss is weighted by proximal over sampling probability (Fu et al. 2025, arXiv:2505.24298, equation 5)."""
+    proximal: Literal["exact", "loglinear"] = "exact"
+    """Log-probs of the proximal policy of `old_log_prob: decoupled`: `exact`, by a forward pass of the parameters that
+    the version began with; `loglinear`, between those at sampling and the present ones, by the token's version
+    (Li et al. 2025, arXiv:2512.06547), without that pass and without a second copy of the parameters."""
+    behaviour_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
+    """Largest weight of a token with `old_log_prob: decoupled`; above it is truncated. Null leaves it as it is."""
+
+    @property
+    def keeps_version_start(self) -> bool:
+        """Whether the parameters that a version began with are asked for after its first step."""
+        return self.old_log_prob != "rollout" and self.proximal == "exact"
+
+    @model_validator(mode="after")
+    def check_decoupled(self) -> AlgorithmConfig:
+        """Refuse settings of the decoupled loss without it."""
+        if self.old_log_prob != "decoupled":
+            for name in ("proximal", "behaviour_cap"):
+                value, default = self.model_dump()[name], AlgorithmConfig.model_fields[name].default
+                if value != default:
+                    raise ConfigError(
+                        f"algorithm.{name}",
+                        value,
+                        f"{default!r} unless algorithm.old_log_prob is decoupled",
+                        "Set algorithm.old_log_prob to decoupled, or leave this out.",
+                    )
+        return self
 
 
 class TrainerConfig(Section):

@@ -15,6 +15,7 @@ from train_rig import batches_of, make_rank, random_advantages, random_groups
 
 from tidemill.records import Float32Array, Group
 from tidemill.train.batch import step_denominator
+from tidemill.train.world import World
 
 DEADLINE_S = 120
 STEPS = 2
@@ -31,7 +32,7 @@ def step_data(step: int) -> tuple[list[Group], list[Float32Array], float]:
 def train_rank(folder: str, out: str, rank: int, world: int, port: int) -> None:
     """What a process runs; the last step has no target on any rank."""
     meeting = f"tcp://127.0.0.1:{port}"
-    policy = make_rank(Path(folder), rank=rank, world=world, init_method=meeting, learning_rate=LEARNING_RATE)
+    policy = make_rank(Path(folder), world=World(rank, world, meeting), learning_rate=LEARNING_RATE)
     norms = []
     for step in range(STEPS):
         groups, advantages, denominator = step_data(step)
