@@ -19,6 +19,7 @@ from tidemill.observe.timings import Timings
 from tidemill.records import Group, Rollout, VersionSpan
 from tidemill.train.batch import MicroBatch, step_denominator
 from tidemill.train.policy import PolicyRank
+from tidemill.train.trainer import renamed
 
 VERSION, STEPS = 4, 3
 MODES: dict[str, dict[str, Any]] = {
@@ -170,6 +171,19 @@ def test_gradient_is_the_same_for_every_split(llama: Path, mode: str, max_tokens
     assert_close({name: sum(part[name] for part in parts) for name in whole}, whole)
 
 
+def test_a_kl_penalty_is_not_weighted(llama: Path) -> None:
+    found = []
+    for mode in ("rollout", "exact"):
+        rank = rank_of(llama, mode, kl_coef=0.5)
+        groups = step_groups(rank.model)
+        with torch.no_grad():  # away from the reference, where the penalty has no slope
+            for parameter in rank.parameters.values():
+                parameter.mul_(1.05)
+        nothing = [np.zeros(len(group.rollouts), np.float32) for group in groups]
+        found.append(gradients(rank, batches_of(groups, nothing, 60, keep_all=True)[0], 50.0))
+    assert_close(*found)
+
+
 @exact_modes
 def test_the_clip_counts_from_the_start_of_the_version(llama: Path, mode: str) -> None:
     rank = rank_of(llama, mode)
@@ -255,6 +269,15 @@ def test_a_mode_reports_what_it_has_also_in_a_skipped_step(llama: Path, mode: st
     for batches in (batches_for(groups)[0], [MicroBatch.of([])]):
         found = rank.update(batches, 50.0, VERSION)
         assert {name.removeprefix("correction/") for name in found if name.startswith("correction/")} == names
+
+
+def test_every_number_is_documented(llama: Path) -> None:
+    rank = rank_of(llama, "exact")
+    groups = step_groups(rank.model)
+    reports = [rank.update(batches_for(groups)[0], 50.0, VERSION) for _ in range(2)]
+    page = Path(__file__).parents[2].joinpath("docs/metrics.md").read_text(encoding="utf-8")
+    assert "time/old_log_prob" in reports[1]
+    assert [name for name in renamed(reports[1]) if f"`{name}`" not in page] == []
 
 
 def test_a_restart_begins_a_version_with_what_it_loads(llama: Path, tmp_path: Path) -> None:
