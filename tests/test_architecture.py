@@ -25,6 +25,7 @@ LAYERS = (
         "tidemill.train.advantages",
         "tidemill.train.losses",
         "tidemill.train.batch",
+        "tidemill.train.correction",
         "tidemill.train.tree",
     ),
     (

@@ -16,6 +16,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from amounts(config)
     yield from staleness(config)
     yield from interruptions(config)
+    yield from decoupled(config)
     yield from held_out(config)
 
 
@@ -88,6 +89,21 @@ def interruptions(config: RunConfig) -> Iterator[ConfigError]:
             f"{allowed} partial rollouts (asynchrony.partial_rollout = {a.partial_rollout})",
             "Leave one of the two out.",
         )
+
+
+def decoupled(config: RunConfig) -> Iterator[ConfigError]:
+    """Settings of the decoupled loss without it."""
+    algorithm, defaults = config.algorithm, type(config.algorithm)()
+    if algorithm.old_log_prob == "decoupled":
+        return
+    for key, value, default in (
+        ("proximal", algorithm.proximal, defaults.proximal),
+        ("behaviour_cap", algorithm.behaviour_cap, defaults.behaviour_cap),
+    ):
+        if value != default:
+            allowed = f"{default!r} unless algorithm.old_log_prob is decoupled"
+            fix = "Set algorithm.old_log_prob to decoupled, or leave this out."
+            yield ConfigError(f"algorithm.{key}", value, allowed, fix)
 
 
 def held_out(config: RunConfig) -> Iterator[ConfigError]:

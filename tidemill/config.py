@@ -21,6 +21,7 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+OldLogProb = Literal["rollout", "version_start", "decoupled"]
 
 
 class Section(BaseModel):
@@ -138,14 +139,12 @@ class AsynchronyConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Advantages and loss."""
+    """Group-relative advantages (GRPO, Shao et al. 2024, arXiv:2402.03300) and the clipped surrogate loss of PPO
+    (Schulman et al. 2017, arXiv:1707.06347).
+    """
 
-    advantage: Literal["grpo"] = "grpo"
-    """Group-relative advantage (Shao et al. 2024, arXiv:2402.03300)."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
-    loss: Literal["ppo_clip"] = "ppo_clip"
-    """Clipped surrogate (Schulman et al. 2017, arXiv:1707.06347)."""
+    """Divide advantages by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
@@ -156,6 +155,21 @@ class AlgorithmConfig(Section):
     """Weight of the k3 estimate of KL(policy || reference); above 0 a frozen copy of the first policy is kept."""
     aggregation: Literal["token", "sequence"] = "token"
     """Average over all response tokens of the optimizer step, or first over each sequence."""
+    old_log_prob: OldLogProb = "rollout"
+    """What the ratio in the loss is taken to: `rollout`, the engine's log-probs at sampling; `version_start`, those of
+    the parameters that the present version began with (verl's MIS); `decoupled`, those of the proximal policy, and the
+    loss is weighted by proximal over sampling probability (Fu et al. 2025, arXiv:2505.24298, equation 5)."""
+    proximal: Literal["exact", "loglinear"] = "exact"
+    """Log-probs of the proximal policy of `old_log_prob: decoupled`: `exact`, by a forward pass of the parameters that
+    the version began with; `loglinear`, between those at sampling and the present ones, by the token's version
+    (Li et al. 2025, arXiv:2512.06547), without that pass and without a second copy of the parameters."""
+    behaviour_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
+    """Largest weight of a token with `old_log_prob: decoupled`; above it is truncated. Null leaves it as it is."""
+
+    @property
+    def keeps_version_start(self) -> bool:
+        """Whether the parameters that a version began with are asked for after its first step."""
+        return self.old_log_prob != "rollout" and self.proximal == "exact"
 
 
 class TrainerConfig(Section):
@@ -257,8 +271,6 @@ class ClusterConfig(Section):
 
     provider: Literal["local", "existing"] = "local"
     """`local` starts Ray on this machine for the run; `existing` joins the one at RAY_ADDRESS."""
-    cpus: Positive | None = None
-    """CPU slots of a local Ray; null takes all cores."""
 
 
 class RunConfig(Section):

@@ -113,6 +113,11 @@ class Rollout:
         if len(self.loss_mask) != len(self.token_ids):
             raise DataError(f"loss mask of {len(self.loss_mask)} for {len(self.token_ids)} tokens")
 
+    @property
+    def token_versions(self) -> Int32Array:
+        """`[R]` int32, the policy version that sampled each token."""
+        return concatenate([np.full(span.end - span.start, span.version) for span in self.versions], np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupHeader:

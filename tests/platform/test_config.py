@@ -73,6 +73,9 @@ def test_unknown_key_in_a_reward_is_refused() -> None:
         ("asynchrony.staleness_threshold=-0.1", "greater than or equal to 0"),
         ("queue.capacity=0", "greater than or equal to 1"),
         ("asynchrony.pause_mode=stop", "'keep', 'abort' or 'wait'"),
+        ("algorithm.old_log_prob=newest", "'rollout', 'version_start' or 'decoupled'"),
+        ("algorithm.behaviour_cap=0", "greater than or equal to 1"),
+        ("algorithm.behaviour_cap=.inf", "finite"),
         ("trainer.learning_rate=.nan", "less than 1"),
         ("rollout.group_timeout_s=.inf", "finite"),
         ("name=Not A Name", "pattern"),
@@ -101,6 +104,10 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("asynchrony.pause_mode", ["asynchrony.partial_rollout=true", "asynchrony.pause_mode=wait"]),
         ("evaluation.every", ["evaluation.every=1"]),
         ("registry.min_score", ["registry.min_score=0.5"]),
+        ("algorithm.proximal", ["algorithm.proximal=loglinear"]),
+        ("algorithm.proximal", ["algorithm.old_log_prob=version_start", "algorithm.proximal=loglinear"]),
+        ("algorithm.behaviour_cap", ["algorithm.behaviour_cap=5"]),
+        ("algorithm.behaviour_cap", ["algorithm.old_log_prob=version_start", "algorithm.behaviour_cap=null"]),
     ],
 )
 def test_impossible_combination_is_refused_with_key_value_allowed_and_fix(key: str, overrides: list[str]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from train_rig import batches_of, make_group, make_rollout, random_advantages, random_groups
 
 from tidemill.errors import DataError
-from tidemill.records import Group
+from tidemill.records import Group, VersionSpan
 from tidemill.train.batch import MicroBatch, grafted, micro_batches, step_denominator
 from tidemill.train.tree import PackedRow, Targets, pack_group
 
@@ -55,6 +56,16 @@ def test_a_masked_token_is_context_and_no_target() -> None:
     assert row.targets.target_ids.tolist() == [10, 12]
     np.testing.assert_allclose(row.targets.old_log_probs, [-1.0, -1.2])
     assert sequences(row) == Counter([((50,), 10), ((50, 10, 11), 12)])
+
+
+def test_every_target_keeps_the_version_that_sampled_it() -> None:
+    spans = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2), VersionSpan(7, 2, 4))
+    partial = replace(make_rollout([20, 21, 22, 23], mask=[1, 1, 0, 1]), versions=spans)
+    group = make_group(0, [50], partial, make_rollout([10, 11]))
+    batch = MicroBatch.of([row for copy in (group, group) for row in pack_group(copy, ONES[:2], 99)])
+    versions = dict(zip(batch.targets.target_ids.tolist(), batch.targets.versions.tolist(), strict=True))
+    assert versions == {10: 0, 11: 0, 20: 4, 21: 5, 23: 7}
+    assert batch.targets.versions.dtype == np.int32
 
 
 def test_equal_rollouts_cost_one_and_count_twice() -> None:

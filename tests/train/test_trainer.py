@@ -22,12 +22,14 @@ from tidemill.train.trainer import Metrics, Position, Trainer
 
 @dataclass
 class CountingRanks:
-    """Remembers the denominators of the steps."""
+    """Remembers the versions that the steps train."""
 
-    denominators: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
-    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
-        self.denominators.append(denominator)
+    async def update(
+        self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
+    ) -> Mapping[str, float]:
+        self.versions.append(version)
         return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "tokens": 3.0, "ratio/mean": 1.0}
 
 
@@ -100,6 +102,7 @@ async def test_weights_are_synced_every_trigger_steps() -> None:
     trainer = make_trainer(rig := Rig(config))
     await fit(trainer, rig)
     assert (trainer.position.step, trainer.publisher.versions) == (4, [1, 2])
+    assert trainer.ranks.versions == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

@@ -15,6 +15,7 @@ from tidemill.records import Float32Array, Group, Prompt, Rollout, VersionSpan
 from tidemill.train.batch import MicroBatch, micro_batches
 from tidemill.train.policy import PolicyRank
 from tidemill.train.tree import pack_group
+from tidemill.train.world import World
 
 VOCABULARY = 97
 TEMPERATURE = 0.7
@@ -44,9 +45,8 @@ def make_rank(
     folder: Path,
     algorithm: AlgorithmConfig | None = None,
     *,
-    rank: int = 0,
-    world: int = 1,
-    init_method: str | None = None,
+    world: World | None = None,
+    steps_per_version: int = 1,
     **trainer: object,
 ) -> PolicyRank:
     """A float32 rank; learning rate 1e-2 so that an update moves the log-probs visibly."""
@@ -59,9 +59,8 @@ def make_rank(
         algorithm or AlgorithmConfig(),
         temperature=TEMPERATURE,
         seed=3,
-        rank=rank,
+        steps_per_version=steps_per_version,
         world=world,
-        init_method=init_method,
     )
 
 

@@ -46,21 +46,21 @@ class RankActor:
     def load(self) -> None:
         """Load the policy; not in the constructor, whose errors would look like the death of a process."""
         from tidemill.train.policy import PolicyRank
+        from tidemill.train.world import World
 
         self.policy = PolicyRank(
             self.model_path,
             self.config.trainer,
             self.config.algorithm,
             temperature=self.config.rollout.temperature,
+            steps_per_version=self.config.asynchrony.trigger_parameter_sync_step,
             seed=self.config.seed,
-            rank=self.rank,
-            world=self.config.trainer.ranks,
-            init_method=self.init_method,
+            world=World(self.rank, self.config.trainer.ranks, self.init_method),
         )
 
-    def update(self, batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
+    def update(self, batches: Sequence[MicroBatch], denominator: float, version: int) -> dict[str, float]:
         """See `PolicyRank.update`."""
-        return self.policy.update(batches, denominator)
+        return self.policy.update(batches, denominator, version)
 
     def score(self, token_ids: Int32Array) -> Float32Array:
         """See `PolicyRank.score`."""
@@ -142,9 +142,11 @@ class RemoteRanks:
         """Load the policy on every rank; the caller has the deadline."""
         await self.all("load", timeout_s=None)
 
-    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+    async def update(
+        self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
+    ) -> Mapping[str, float]:
         """See `train.trainer.Ranks`."""
-        pending = [a.update.remote(b, denominator) for a, b in zip(self.actors, batches, strict=True)]
+        pending = [a.update.remote(b, denominator, version) for a, b in zip(self.actors, batches, strict=True)]
         answers = (call(f"trainer rank {n}", p, self.update_timeout_s) for n, p in enumerate(pending))
         results: list[dict[str, float]] = await asyncio.gather(*answers)
         return results[0]

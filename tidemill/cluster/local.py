@@ -86,7 +86,6 @@ def start_ray(config: RunConfig) -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=config.cluster.cpus or os.cpu_count() or 1,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             namespace=config.name,

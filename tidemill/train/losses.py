@@ -38,7 +38,7 @@ def ppo_clip(
 
     Args:
         log_probs: `[K]` of the policy that is trained, with gradient.
-        old_log_probs: `[K]` at sampling.
+        old_log_probs: `[K]` of the policy that the ratio is taken to, without gradient.
         advantages: `[K]`.
         weights: `[K]`.
         denominator: of the whole optimizer step.

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -26,13 +24,15 @@ from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch
+from tidemill.train.correction import behaviour_weights, log_linear
 from tidemill.train.logprobs import attention_mask, token_log_probs
 from tidemill.train.losses import kl_penalty, ppo_clip
 from tidemill.train.model import frozen_copy, load_model, write_folder, write_weights
 from tidemill.train.precision import compute_dtype
+from tidemill.train.tally import Tally
+from tidemill.train.version_start import VersionStart
+from tidemill.train.world import World
 
-SUMS = ("loss", "tokens", "ratio", "clipped", "kl")
-BUCKET_BYTES = 64 << 20
 LOGITS_BYTES = 256 << 20
 
 
@@ -47,9 +47,8 @@ class PolicyRank:
         *,
         temperature: float,
         seed: int,
-        rank: int = 0,
-        world: int = 1,
-        init_method: str | None = None,
+        steps_per_version: int = 1,
+        world: World | None = None,
     ) -> None:
         """Load the model, make the optimizer, and meet the other ranks.
 
@@ -59,9 +58,8 @@ class PolicyRank:
             algorithm: loss settings.
             temperature: responses were sampled with.
             seed: of torch's random numbers.
-            rank: this one.
-            world: ranks in all.
-            init_method: where ranks meet, `tcp://host:port`; needed when there are several.
+            steps_per_version: optimizer steps between two weight syncs.
+            world: of all ranks; None trains alone.
 
         Raises:
             ModelError: the folder cannot be loaded, or its architecture is not one this class computes exactly.
@@ -70,21 +68,19 @@ class PolicyRank:
             torch.set_num_threads(trainer.threads)
         torch.manual_seed(seed)
         self.model_path, self.trainer, self.algorithm = Path(model_path), trainer, algorithm
-        self.temperature, self.world, self.updates = temperature, world, 0
-        self.device = pick_device(rank)
+        self.temperature, self.world, self.updates = temperature, world or World(), 0
+        self.device = self.world.device
         self.dtype = compute_dtype(trainer.precision, self.device)
         self.model = load_model(self.model_path, trainer.gradient_checkpointing).to(self.device)
         self.parameters = dict(self.model.named_parameters())
+        self.start = VersionStart(self.parameters, steps_per_version, kept=algorithm.keeps_version_start)
         self.reference = frozen_copy(self.model) if algorithm.kl_coef > 0 else None
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, fused=True
         )
-        if world > 1:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            timeout = timedelta(seconds=trainer.get_timeout_s)
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout)
+        self.world.join(trainer.get_timeout_s)
 
-    def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[MicroBatch], denominator: float, version: int = 0) -> dict[str, float]:
         """One optimizer step on this rank's micro-batches, together with all other ranks.
 
         If no rank has a target there is no gradient: the step is counted and leaves the policy as it is.
@@ -92,62 +88,80 @@ class PolicyRank:
         Args:
             micro_batches: of this rank.
             denominator: of the whole step, `step_denominator`.
+            version: that this step belongs to; the first step of a new one begins it.
 
         Returns:
-            `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `ratio/mean`, `ratio/clip_fraction`, `kl/old_new`,
-            all over all ranks; `skipped`; `time/forward`, `time/backward`, `time/optimizer` in seconds of this rank.
+            `grad_norm` (before clipping), `lr`, and `Tally.metrics`, all over all ranks; `time/forward`,
+            `time/backward`, `time/optimizer` and, if it was a pass of its own, `time/old_log_prob` in seconds of this
+            rank.
 
         Raises:
             RunError: the gradient is not finite; the parameters are untouched.
         """
-        timings, sums = Timings(), torch.zeros(len(SUMS), dtype=torch.float64)
-        rate = self.learning_rate()
-        for batch in micro_batches:
+        timings, tally, rate = Timings(), Tally(self.algorithm.old_log_prob), self.learning_rate()
+        self.start.enter(version)
+        for batch, start in zip(micro_batches, self.start_log_probs(micro_batches, timings), strict=True):
             if len(batch.targets):
-                sums += self.backward(batch, denominator, timings)
+                tally.add(self.backward(batch, denominator, timings, start))
         with timings.phase("optimizer"):
-            sums = self.all_reduce(sums.to(self.device)).cpu()
-            totals = dict(zip(SUMS, sums.tolist(), strict=True))
-            norm = self.step(rate) if totals["tokens"] else 0.0
+            self.start.keep()
+            tally.reduce(self.world)
+            norm = self.step(rate) if tally.totals["tokens"] else 0.0
+        self.start.leave()
         self.updates += 1
-        tokens = max(totals["tokens"], 1.0)
-        return {
-            "loss": totals["loss"],
-            "grad_norm": norm,
-            "lr": rate,
-            "tokens": totals["tokens"],
-            "ratio/mean": totals["ratio"] / tokens if totals["tokens"] else 1.0,
-            "ratio/clip_fraction": totals["clipped"] / tokens,
-            "kl/old_new": totals["kl"] / tokens,
-            "skipped": float(not totals["tokens"]),
-            **timings.metrics(),
-        }
+        return {"grad_norm": norm, "lr": rate, **tally.metrics(), **timings.metrics()}
 
     def learning_rate(self) -> float:
         """Of the coming update: linear warm-up, then constant."""
         warmup = self.trainer.warmup_steps
         return self.trainer.learning_rate * min(1.0, (self.updates + 1) / (warmup + 1))
 
-    def backward(self, batch: MicroBatch, denominator: float, timings: Timings | None = None) -> Tensor:
-        """Add the gradient of one micro-batch; returns its `SUMS`."""
+    def start_log_probs(self, micro_batches: Sequence[MicroBatch], timings: Timings) -> Sequence[Float32Array | None]:
+        """`[K]` log-probs under the parameters that the version began with; None if they are the present ones."""
+        if not self.algorithm.keeps_version_start or self.start.is_present:
+            return [None] * len(micro_batches)
+        with timings.phase("old_log_prob"), self.start.exchanged():
+            return self.log_probs(micro_batches)
+
+    def backward(
+        self,
+        batch: MicroBatch,
+        denominator: float,
+        timings: Timings | None = None,
+        start: Float32Array | None = None,
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one micro-batch; returns what `Tally.add` counts."""
         timings = timings or Timings()
         with timings.phase("forward"):
-            loss, sums = self.loss(batch, denominator)
+            loss, sums = self.loss(batch, denominator, start)
         with timings.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
-        return torch.stack([loss.detach(), *(sums[name] for name in SUMS[1:])]).double().cpu()
+        return {**sums, "loss": loss.detach()}
 
-    def loss(self, batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch and the sums of `ppo_clip`."""
+    def loss(
+        self, batch: MicroBatch, denominator: float, start: Float32Array | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of one micro-batch, the sums of `ppo_clip` and those of the correction.
+
+        Args:
+            batch: of which a loss is computed.
+            denominator: of the whole step.
+            start: `[K]` log-probs that the version began with; None if they are the present ones.
+        """
         log_probs, algorithm = self.forward(self.model, batch), self.algorithm
-        old, advantages, weights = map(
+        sampled, advantages, weights = map(
             self.to_device, (batch.targets.old_log_probs, batch.targets.advantages, batch.targets.weights)
         )
+        old = self.old_log_probs(batch, log_probs.detach(), sampled, start)
+        corrected, correction = weights, {"gap": (old - sampled).abs().sum()}
+        if algorithm.old_log_prob == "decoupled":
+            behaviour, counted = behaviour_weights(old, sampled, algorithm.behaviour_cap)
+            corrected, correction = weights * behaviour, correction | counted
         loss, sums = ppo_clip(
             log_probs,
             old,
             advantages,
-            weights,
+            corrected,
             denominator=denominator,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
@@ -157,7 +171,16 @@ class PolicyRank:
             with torch.no_grad():
                 reference = self.forward(self.reference, batch)
             loss = loss + algorithm.kl_coef * kl_penalty(log_probs, reference, weights, denominator=denominator)
-        return loss, sums
+        return loss, sums | correction
+
+    def old_log_probs(self, batch: MicroBatch, present: Tensor, sampled: Tensor, start: Float32Array | None) -> Tensor:
+        """`[K]` log-probs that the ratio is taken to, as `algorithm.old_log_prob` says."""
+        if self.algorithm.old_log_prob == "rollout":
+            return sampled
+        if self.algorithm.proximal == "loglinear":
+            versions = self.to_device(batch.targets.versions)
+            return log_linear(present, sampled, versions, version=self.start.version, done=self.start.done)
+        return present if start is None else self.to_device(start)
 
     def forward(self, model: Any, batch: MicroBatch) -> Tensor:
         """`[K]` float32 log-probs of the targets at the sampling temperature."""
@@ -192,8 +215,7 @@ class PolicyRank:
             if parameter.grad is None:  # this rank had nothing to learn from, another one had
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self.world > 1:
-            self.sum_over_ranks(gradients)
+        self.world.sum_gradients(gradients)
         norm = get_total_norm(gradients)
         if not math.isfinite(norm.item()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -208,19 +230,6 @@ class PolicyRank:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm.item()
-
-    def sum_over_ranks(self, gradients: Sequence[Tensor]) -> None:
-        """All-reduce in a few large messages."""
-        for bucket in buckets(gradients, BUCKET_BYTES):
-            summed = self.all_reduce(torch.cat([gradient.flatten() for gradient in bucket]))
-            for gradient, part in zip(bucket, torch.split(summed, [g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor
 
     @torch.no_grad()
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Float32Array]:
@@ -257,6 +266,7 @@ class PolicyRank:
             CheckpointError: it is missing, broken, or the state of another model.
         """
         self.updates = state.load_state(Path(folder), self.parameters, self.optimizer)
+        self.start.forget()
 
     def peak_memory_bytes(self) -> int:
         """Largest memory so far: of tensors on a GPU, else of this process."""
@@ -266,26 +276,4 @@ class PolicyRank:
 
     def close(self) -> None:
         """Leave the other ranks."""
-        if self.world > 1:
-            dist.destroy_process_group()
-
-
-def pick_device(rank: int) -> torch.device:
-    """A GPU if there is one; ranks of one process space take one each."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
-def buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of together at most `nbytes`; a larger one goes alone."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.nbytes > nbytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+        self.world.leave()

@@ -30,8 +30,10 @@ Metrics = dict[str, float]
 class Ranks(Protocol):
     """The data-parallel group of trainer processes."""
 
-    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
-        """One optimizer step over all ranks; returns loss, gradient norm and ratio statistics."""
+    async def update(
+        self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
+    ) -> Mapping[str, float]:
+        """One optimizer step of a version over all ranks; returns loss, gradient norm and ratio statistics."""
         ...
 
 
@@ -143,7 +145,7 @@ class Trainer:
         metrics = group_metrics(groups, self.position.version, advantages)
         with timings.phase("update_actor"):
             denominator = step_denominator(groups, self.config.algorithm.aggregation)
-            metrics |= renamed(await self.ranks.update(batches, denominator))
+            metrics |= renamed(await self.ranks.update(batches, denominator, self.position.version))
         await self.queue.acknowledge(lease.lease_id)
         await self.generation.mark_trained([group.uid for group in groups])
         self.advance(groups)

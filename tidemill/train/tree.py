@@ -39,6 +39,7 @@ class Targets:
         column: int32, the column whose output predicts the token.
         target_ids: int32, the token.
         old_log_probs: float32, its log-prob when it was sampled.
+        versions: int32, the policy version that sampled it.
         advantages: float32, of its rollout.
         weights: float32, its weight in the sum over the optimizer step: 1, or for the aggregation "sequence" one
             over the number of target tokens of its rollout.
@@ -47,6 +48,7 @@ class Targets:
     column: Int32Array
     target_ids: Int32Array
     old_log_probs: Float32Array
+    versions: Int32Array
     advantages: Float32Array
     weights: Float32Array
 
@@ -60,6 +62,7 @@ class Targets:
             column=concatenate([p.column for p in parts], np.int32),
             target_ids=concatenate([p.target_ids for p in parts], np.int32),
             old_log_probs=concatenate([p.old_log_probs for p in parts], np.float32),
+            versions=concatenate([p.versions for p in parts], np.int32),
             advantages=concatenate([p.advantages for p in parts], np.float32),
             weights=concatenate([p.weights for p in parts], np.float32),
         )
@@ -156,6 +159,7 @@ def branch(prompt: Int32Array, rollout: Rollout, advantage: np.float32, aggregat
         column=(len(prompt) + learned - 1).astype(np.int32),
         target_ids=rollout.token_ids[learned],
         old_log_probs=rollout.log_probs[learned],
+        versions=rollout.token_versions[learned],
         advantages=np.full(len(learned), advantage, np.float32),
         weights=np.full(len(learned), weight, np.float32),
     )

@@ -1,0 +1,26 @@
+"""Counts what is copied out of given tensors, by listening to every operation of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COPYING = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+
+
+class Copies(TorchDispatchMode):
+    """Inside, `nbytes` grows by every copy of one of the tensors, whatever tensor it goes to."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.watched, self.nbytes = {tensor.data_ptr() for tensor in tensors}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        source = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
+        if func in COPYING and source.data_ptr() in self.watched:
+            self.nbytes += source.nbytes
+        return func(*args, **(kwargs or {}))

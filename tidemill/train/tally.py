@@ -1,0 +1,67 @@
+"""What an optimizer step reports of its tokens, summed over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tidemill.config import OldLogProb
+from tidemill.train.world import World
+
+SUMS = ("loss", "tokens", "ratio", "clipped", "kl")
+CORRECTION_SUMS: Mapping[OldLogProb, tuple[str, ...]] = {
+    "rollout": (),
+    "version_start": ("gap",),
+    "decoupled": ("gap", "weight", "truncated"),
+}
+# Sums that are reported as a mean over the tokens, and what that is where there is no token.
+MEANS = {
+    "ratio": ("ratio/mean", 1.0),
+    "clipped": ("ratio/clip_fraction", 0.0),
+    "kl": ("kl/old_new", 0.0),
+    "gap": ("correction/old_rollout_gap", 0.0),
+    "weight": ("correction/weight_mean", 1.0),
+    "truncated": ("correction/truncated_ratio", 0.0),
+}
+
+
+class Tally:
+    """Running sums, the same ones on every rank whatever its share of the tokens is."""
+
+    def __init__(self, mode: OldLogProb) -> None:
+        self.names = SUMS + CORRECTION_SUMS[mode]
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64)
+        self.weight_max = torch.zeros(1, dtype=torch.float64)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Count one micro-batch: a scalar for each of `names`, and `weight_max` where tokens are weighted."""
+        self.sums += torch.stack([values[name] for name in self.names]).double().cpu()
+        if "weight" in self.names:
+            self.weight_max = torch.maximum(self.weight_max, values["weight_max"].double().cpu())
+
+    def reduce(self, world: World) -> None:
+        """Count all ranks together."""
+        self.sums = world.reduce(self.sums)
+        if "weight" in self.names:
+            self.weight_max = world.reduce(self.weight_max, dist.ReduceOp.MAX)
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The sums by name."""
+        return dict(zip(self.names, self.sums.tolist(), strict=True))
+
+    def metrics(self) -> dict[str, float]:
+        """`loss`, `tokens`, `skipped` if there are none, and the means over tokens."""
+        totals = self.totals
+        tokens = totals["tokens"]
+        means = {
+            metric: totals[name] / tokens if tokens else without
+            for name, (metric, without) in MEANS.items()
+            if name in totals
+        }
+        if "weight" in totals:
+            means["correction/weight_max"] = self.weight_max.item() if tokens else 1.0
+        return {"loss": totals["loss"], "tokens": tokens, "skipped": float(not tokens), **means}
