@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tidemill.errors import DataError
-from tidemill.observe.aggregate import RULES, MetricsAggregator
+from tidemill.observe.aggregate import RULES, MetricsAggregator, rule_of
 from tidemill.observe.metrics import group_metrics
 from tidemill.records import Group, Prompt, Rollout, VersionSpan
 
@@ -97,3 +97,8 @@ def test_every_documented_metric_has_a_rule_and_no_rule_is_for_another() -> None
 def test_every_weight_is_a_metric_with_a_rule() -> None:
     named = {rule.by for rule in RULES.values()} | {rule.mean for rule in RULES.values()}
     assert named - {None} <= set(RULES)
+
+
+@pytest.mark.parametrize("name", ["reward/even/mean", "reward/even/format/mean", "rollout/reward/even/format"])
+def test_parts_of_a_reward_have_a_rule(name: str) -> None:
+    assert rule_of(name).kind == "mean"

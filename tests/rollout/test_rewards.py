@@ -98,6 +98,8 @@ def test_what_is_no_finite_number_is_refused_with_function_and_value(value: Any)
 def test_numbers_of_any_kind_and_mappings_of_them_are_rewards() -> None:
     assert as_parts("mine", np.float32(0.5)) == {"mine": 0.5}
     assert as_parts("mine", True) == {"mine": 1.0}
+    with pytest.raises(RewardError, match="part 'len > 3'"):
+        as_parts("mine", {"len > 3": 1.0})
     assert as_parts("mine", {"format": 1, "length": -0.5}) == {"mine/format": 1.0, "mine/length": -0.5}
 
 

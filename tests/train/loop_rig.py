@@ -38,14 +38,18 @@ class InProcess:
 
     policy: PolicyRank
 
-    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
-        return self.policy.update(batches[0], denominator)
+    async def update(
+        self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
+    ) -> Mapping[str, float]:
+        return self.policy.update(batches[0], denominator, version)
 
 
 class NoRanks:
     """Learns nothing."""
 
-    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+    async def update(
+        self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
+    ) -> Mapping[str, float]:
         return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}
 
 
@@ -83,11 +87,13 @@ class Loop:
         self.fetched = tuple(Group.from_bytes(delivery.payload) for delivery in deliveries)
         return list(self.fetched)
 
-    async def update(self, batches: Sequence[Sequence[MicroBatch]], denominator: float) -> Mapping[str, float]:
+    async def update(
+        self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
+    ) -> Mapping[str, float]:
         if self.before_step is not None:
             await self.before_step()
         self.steps.append(Moment(self.position.version, await self.running(), self.fetched))
-        return await self.ranks.update(batches, denominator)
+        return await self.ranks.update(batches, denominator, version)
 
     async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
         self.syncs.append(Moment(self.position.version, await self.running(), mode=mode))

@@ -7,6 +7,7 @@ Worked example: two steps with 16 and 32 groups and `reward/mean` of 0.2 and 0.5
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -71,6 +72,10 @@ RULES: Mapping[str, Rule] = {
     "ratio/mean": PER_TRAINED_TOKEN,
     "ratio/clip_fraction": PER_TRAINED_TOKEN,
     "kl/old_new": PER_TRAINED_TOKEN,
+    "correction/old_rollout_gap": PER_TRAINED_TOKEN,
+    "correction/weight_mean": PER_TRAINED_TOKEN,
+    "correction/weight_max": MAX,
+    "correction/truncated_ratio": PER_TRAINED_TOKEN,
     "update/tokens": SUM,
     "update/skipped": SUM,
     "evaluation/score": LAST,
@@ -81,8 +86,11 @@ RULES: Mapping[str, Rule] = {
     "time/forward": SUM,
     "time/backward": SUM,
     "time/optimizer": SUM,
+    "time/old_log_prob": SUM,
     "time/sync": SUM,
     "time/sync_export": SUM,
+    "time/sync_write": SUM,
+    "time/sync_upload": SUM,
     "time/sync_adopt": SUM,
     "time/sync_canary": SUM,
     "time/evaluate": SUM,
@@ -119,6 +127,8 @@ RULES: Mapping[str, Rule] = {
     "ledger/waiting": LAST,
     "ledger/dropped/REASON": LAST,
     "sync/bytes": LAST,
+    "sync/stored_bytes": SUM,
+    "sync/full": SUM,
     "sync/canary_gap": MAX,
     "idle/trainer": OVER_TIME,
     "idle/rollouter": OVER_TIME,
@@ -206,9 +216,8 @@ def rule_of(name: str) -> Rule:
     """
     if name in RULES:
         return RULES[name]
-    parts = name.split("/")
     for pattern, rule in RULES.items():
-        places = pattern.split("/")
-        if len(places) == len(parts) and all(p.isupper() or p == q for p, q in zip(places, parts, strict=True)):
+        # A reward that returns several numbers has parts of two places, FUNCTION/PART.
+        if re.fullmatch(re.sub("[A-Z]+", ".+", pattern), name):
             return rule
     raise DataError(f"metric {name} has no rule in observe/aggregate.py; say there what it is over several steps")

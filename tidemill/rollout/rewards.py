@@ -27,6 +27,7 @@ from tidemill.errors import RewardError
 Reward = Callable[..., "float | Mapping[str, float]"]
 
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+PART_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what a metric's name may hold everywhere
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -169,6 +170,11 @@ def as_parts(name: str, value: Any) -> dict[str, float]:
         RewardError: naming the function and the value.
     """
     if isinstance(value, Mapping):
+        for part in value:
+            if not PART_NAME.fullmatch(str(part)):
+                raise RewardError(
+                    f"reward {name!r} has a part {part!r}: allowed are letters, digits and _ - . in its name"
+                )
         return {f"{name}/{part}": as_number(f"{name}/{part}", number) for part, number in value.items()}
     return {name: as_number(name, value)}
 
