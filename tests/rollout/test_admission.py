@@ -15,13 +15,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from rollout_rig import run_config
 
 from tidemill.errors import RunError
 from tidemill.protocols import Delivery, Lease
 from tidemill.queue.message_queue import MessageQueue
 from tidemill.records import GroupHeader
+from tidemill.rollout.admission import Admission
 from tidemill.rollout.ledger import Ledger
-from tidemill.rollout.staleness import StalenessPolicy, too_old
 
 T = TypeVar("T")
 NOW = 0.0  # a call that cannot be answered at once gives up
@@ -46,31 +47,35 @@ class Run(RuleBasedStateMachine):
     def begin(
         self, eta: int, per_step: int, trigger: int, concurrent: int, strategy: Any, threshold: Any, versions: int
     ) -> None:
-        self.eta, self.step, self.trigger, self.batch = eta, per_step, trigger, per_step * trigger
-        self.total = versions * self.batch
-        between = None if threshold is None else int((1 + threshold) * self.batch)
-        self.policy = StalenessPolicy(eta, self.batch, concurrent, between, self.total, strategy)
+        if eta == 0 or threshold == 0:  # other combinations are refused
+            threshold, strategy = None if eta == 0 else threshold, "wait" if strategy == "wait" else "pace"
+        bounds = {"max_staleness": eta, "staleness_threshold": threshold, "staleness_strategy": strategy}
+        self.config = run_config(
+            asynchrony=bounds | {"trigger_parameter_sync_step": trigger},
+            rollout={"concurrent_samples_per_replica": concurrent},
+            trainer={"steps": versions * trigger, "ppo_mini_batch_size": per_step},
+        )
+        self.eta, self.step, self.batch, self.total = eta, per_step, per_step * trigger, versions * per_step * trigger
         self.committed: tuple[str, int, list[int]] = (json.dumps(Ledger(self.total).state()), 0, [])
         self.restart()
 
     def restart(self) -> None:
         """What a new process has: the last commit, an empty queue, nothing in flight."""
-        state, self.version, trained = self.committed
+        state, version, trained = self.committed
         self.ledger, self.trained = Ledger.restore(json.loads(state), self.total), list(trained)
-        self.queue: MessageQueue[None] = MessageQueue(self.batch * (self.eta + 1), self.eta)
+        self.admission = Admission(self.config, 1, self.ledger, version)
+        self.policy, self.queued = self.admission.policy, self.admission.queued
+        self.queue: MessageQueue[None] = MessageQueue(self.config.queue_capacity, self.eta)
         self.flights: dict[int, int] = {}  # version at the start by uid
-        self.oldest: dict[int, int] = {}  # of those in the queue
         self.since_sync = 0
 
-    def settled(self) -> int:
-        return self.version * self.batch + self.since_sync + len(self.fresh())
-
-    def fresh(self) -> list[int]:
-        return [uid for uid, version in self.oldest.items() if not too_old(version, self.version, self.eta)]
+    @property
+    def version(self) -> int:
+        return self.admission.version
 
     @rule()
     def admit(self) -> None:
-        room = self.policy.capacity(self.version, len(self.flights), self.settled())
+        room = self.admission.capacity(self.flights)
         while room > 0 and (uid := self.ledger.next_uid()) is not None:
             self.ledger.dispatched(uid)
             self.flights[uid], room = self.version, room - 1
@@ -81,7 +86,8 @@ class Run(RuleBasedStateMachine):
         uid = data.draw(st.sampled_from(sorted(self.flights)))
         started = self.flights[uid]
         others = [version for other, version in self.flights.items() if other != uid]
-        if self.policy.strategy == "wait" and not self.policy.keeps_all_in_time(self.settled() + 1, others):
+        place = self.admission.settled(self.flights) + 1
+        if self.policy.strategy == "wait" and not self.policy.keeps_all_in_time(place, others):
             return
         oldest = data.draw(st.integers(started, self.version))  # its first token may come later than its start
         try:
@@ -91,7 +97,7 @@ class Run(RuleBasedStateMachine):
             return
         self.ledger.queued(uid)
         del self.flights[uid]
-        self.oldest[uid] = oldest
+        self.queued[uid] = oldest
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data(), reason=st.sampled_from(["timeout", "engine_error"]))
@@ -110,7 +116,7 @@ class Run(RuleBasedStateMachine):
         for uid in lease.swept:
             assert self.policy.strategy != "wait"
             self.ledger.dropped(uid, "stale")
-            del self.oldest[uid]
+            del self.queued[uid]
         if not lease.deliveries:
             return
         uids = [delivery.header.uid for delivery in lease.deliveries]
@@ -118,7 +124,7 @@ class Run(RuleBasedStateMachine):
         at_once(self.queue.acknowledge(lease.lease_id))
         self.ledger.trained(uids)
         for uid in uids:
-            del self.oldest[uid]
+            del self.queued[uid]
         self.trained += uids
         self.since_sync += self.step
         if self.since_sync == self.batch:
@@ -135,9 +141,9 @@ class Run(RuleBasedStateMachine):
 
     def next_version(self) -> None:
         """As `Rollouter.begin_version`."""
-        self.version, self.since_sync = self.version + 1, 0
+        self.admission.version, self.since_sync = self.version + 1, 0
         for uid, started in list(self.flights.items()):
-            if too_old(started, self.version, self.eta):
+            if self.admission.too_old(started):
                 assert self.policy.strategy != "wait"
                 self.ledger.dropped(uid, "stale")
                 del self.flights[uid]
@@ -165,12 +171,12 @@ class Run(RuleBasedStateMachine):
         assert max(Counter(self.trained).values(), default=1) == 1
         assert self.ledger.trained_count == len(self.trained)
         counts = self.ledger.counts()
-        assert (counts["dispatched"], counts["queued"]) == (len(self.flights), len(self.oldest))
+        assert (counts["dispatched"], counts["queued"]) == (len(self.flights), len(self.queued))
         assert len(self.flights) <= self.policy.max_concurrent
 
     @invariant()
     def no_more_is_under_way_than_can_be_trained_in_time(self) -> None:
-        under_way = self.settled() + len(self.flights)
+        under_way = self.admission.settled(self.flights) + len(self.flights)
         assert under_way <= self.total
         if self.policy.strategy != "drop":
             assert under_way <= self.policy.deadline(self.version)
@@ -185,9 +191,9 @@ class Run(RuleBasedStateMachine):
                 if len(self.queue.queued) < self.queue.capacity:
                     at_once(self.queue.put([Delivery(GroupHeader(uid, self.flights[uid], 1, 1), None)], NOW))
                     self.ledger.queued(uid)
-                    self.oldest[uid] = self.flights.pop(uid)
+                    self.queued[uid] = self.flights.pop(uid)
             self.train()
-            if len(self.trained) == self.total:
+            if self.admission.complete():
                 break
         assert sorted(self.trained) == list(range(self.total))
 
