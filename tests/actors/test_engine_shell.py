@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ class CrowdedActor(EngineActor):
 def local_ray() -> Iterator[None]:
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # where a worker finds the actor's class
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=here)
     yield
     ray.shutdown()
 
