@@ -119,7 +119,7 @@ def check_room(config: RunConfig, weights: int) -> None:
 def rooms(config: RunConfig, weights: int) -> Iterator[Room]:
     """Estimates, on the low side, of what a run on this machine takes."""
     output = nearest_folder(config.output)
-    checkpoints = (config.checkpoint.keep + 1) * CHECKPOINT_BYTES_PER_WEIGHT * weights
+    checkpoints = (config.checkpoint.keep + 2) * CHECKPOINT_BYTES_PER_WEIGHT * weights
     # Two snapshots in the store; and in memory the trainer's newest export beside the engines' old and new one.
     snapshots, copies = (2, 3) if config.sync.transport == "object_store" else (0, 2)
     yield Room(

@@ -46,7 +46,14 @@ PLACE_TIMEOUT_S = 60.0  # to find places for the actors, besides their own start
 UPLOAD_TIMEOUT_S = 3600.0
 SHOWN_SAMPLES = 5
 LOG = logging.getLogger(__name__)
-PHASES = ("get_groups", "update_actor", "sync", "evaluate", "checkpoint")  # of a step; they do not overlap
+# Of a step, as the summary names them; they do not overlap. `evaluate` there is the pipeline's step.
+PHASES = {
+    "get_groups": "get_groups",
+    "update_actor": "update_actor",
+    "sync": "sync",
+    "evaluate": "held_out",
+    "checkpoint": "checkpoint",
+}
 
 
 def train(config: RunConfig) -> Summary:
@@ -234,7 +241,9 @@ class Run:
             samples=samples(before),
             skipped=dict(Counter(dict(self.ledger.get("quarantined", {})).values())),
             dropped=dict(self.ledger.get("dropped", {})),
-            phase_seconds={name: metrics[f"time/{name}"] for name in PHASES if f"time/{name}" in metrics},
+            phase_seconds={
+                label: metrics[f"time/{name}"] for name, label in PHASES.items() if f"time/{name}" in metrics
+            },
             metrics=metrics,
         )
 

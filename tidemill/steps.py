@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -205,17 +205,26 @@ def track_end(run: RunConfig, summary: Summary, evaluation: Evaluation | None, r
 
 
 def with_times(summary: Summary, run: RunConfig) -> Summary:
-    """The summary with the wall time of the steps, from the newest start of each to the next one's."""
+    """The summary with the wall time of the newest attempt's steps; tries of one step add up."""
     events = [event for event in read_events(run.folder / "events.jsonl") if isinstance(event, PhaseStarted)]
-    starts = {event.name: event.time for event in events if event.name in STEPS}
-    ends = [*list(starts.values())[1:], time.time()]
-    seconds = {name: end - start for (name, start), end in zip(starts.items(), ends, strict=True)}
+    seconds = seconds_by_step(events, time.time())
     around = {name: value for name, value in seconds.items() if name != "train"}
     return replace(
         summary,
         total_seconds=max(summary.total_seconds, sum(seconds.values())),
         phase_seconds={**around, **summary.phase_seconds},
     )
+
+
+def seconds_by_step(phases: Sequence[PhaseStarted], now: float) -> dict[str, float]:
+    """Seconds from the start of each step to that of the next, since the pipeline last began."""
+    steps = [phase for phase in phases if phase.name in STEPS]
+    begins = [index for index, step in enumerate(steps) if step.name == STEPS[0]]
+    newest = steps[begins[-1] if begins else 0 :]
+    seconds: dict[str, float] = {}
+    for step, end in zip(newest, [*(later.time for later in newest[1:]), now], strict=True):
+        seconds[step.name] = seconds.get(step.name, 0.0) + end - step.time
+    return seconds
 
 
 def as_markdown(summary: Summary) -> str:

@@ -15,9 +15,10 @@ from tidemill_components.validate import validate
 from tidemill.config import RunConfig, SyncConfig
 from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
 from tidemill.failure import Failure
-from tidemill.observe.events import read_events
+from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.preflight import check_room, rooms
 from tidemill.run_file import parse_config
+from tidemill.steps import seconds_by_step
 from tidemill.store.checkpoint import open_checkpoints
 
 BAD = "name: probe"
@@ -125,3 +126,9 @@ def test_weights_through_the_object_store_need_room_for_one_more_copy_in_memory(
         for config in (addition, through_store)
     )
     assert (more["shared"] - plain["shared"], more["disk"] - plain["disk"]) == (2 * 1000, 2 * 2 * 1000)
+
+
+def test_time_of_a_step_adds_up_over_its_tries_and_begins_with_the_newest_attempt() -> None:
+    names = ["validate", "provision", "train", "validate", "load", "provision", "train", "train", "evaluate"]
+    phases = [PhaseStarted(name, 10.0 * number) for number, name in enumerate(names)]
+    assert seconds_by_step(phases, 95.0) == {"validate": 20.0, "provision": 10.0, "train": 20.0, "evaluate": 15.0}

@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.cluster.local import LocalCluster, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, StoreError
+from tidemill.errors import ConfigError, RunError, StoreError
 from tidemill.run_file import parse_config
 from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
@@ -79,3 +79,10 @@ def test_ray_ends_with_the_session_also_after_an_error() -> None:
 def test_runs_of_one_name_below_different_folders_do_not_share_weights(addition: RunConfig, tmp_path: Path) -> None:
     other = addition.model_copy(update={"output": tmp_path / "elsewhere"})
     assert weights_folder(other) != weights_folder(addition)
+
+
+def test_dead_ray_address_is_refused_at_once(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    existing = addition.model_copy(update={"cluster": addition.cluster.model_copy(update={"provider": "existing"})})
+    with pytest.raises(RunError, match=r"no Ray answers at RAY_ADDRESS = 127\.0\.0\.1:1"), ray_session(existing):
+        pass

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tidemill.actors.rollouter import reward_workers
 from tidemill.config import RewardConfig
 from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Prompt
@@ -153,6 +154,15 @@ async def test_scoring_does_not_hold_up_the_event_loop(pool: Callable[..., Any])
             ticks += 1
         assert isinstance(hung.exception(), RewardTimeoutError)
         assert ticks > 10  # of some hundred in the second that the reward was given
+
+
+async def test_a_call_that_hangs_does_not_hold_up_the_others(pool: Callable[..., Any]) -> None:
+    async with pool(RewardConfig(function="mine:slow", timeout_s=600), workers=reward_workers()) as rewards:
+        await rewards.start()
+        hung = asyncio.create_task(rewards.score(prompt(), ["hang"]))
+        assert await asyncio.wait_for(rewards.score(prompt(), ["ok"]), 60) == [(1.0, {"slow": 1.0})]
+        assert not hung.done()
+        hung.cancel()
 
 
 async def test_close_leaves_no_process_and_refuses_calls(pool: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,7 +41,7 @@ class RankActor:
 
     def __init__(self, config: RunConfig, model_path: str, rank: int, init_method: str | None) -> None:
         self.config, self.model_path, self.rank, self.init_method = config, model_path, rank, init_method
-        self.staging = TemporaryDirectory(prefix="tidemill-checkpoint-")
+        self.staging = config.folder / f"staging-{rank}"  # not in /tmp: what a killed run leaves there is huge
         self.publisher = WeightPublisher(weights_prefix(config.name), config.sync.full_every)
 
     def load(self) -> None:
@@ -96,14 +97,17 @@ class RankActor:
 
     def snapshot(self) -> None:
         """Write everything a restart needs to the staging folder; training may go on when this returns."""
-        self.policy.save_state(Path(self.staging.name))
+        shutil.rmtree(self.staging, ignore_errors=True)
+        self.staging.mkdir(parents=True)
+        self.policy.save_state(self.staging)
 
     @ray.method(concurrency_group=IO)
     def upload(self, version: int, state: Mapping[str, object]) -> str:
-        """Commit the snapshot; returns the checkpoint's URI."""
+        """Commit the snapshot and remove it; returns the checkpoint's URI."""
         with self.checkpoints() as checkpoints:
-            uri: str = checkpoints.commit(version, Path(self.staging.name), state)
-            return uri
+            uri: str = checkpoints.commit(version, self.staging, state)
+        shutil.rmtree(self.staging)
+        return uri
 
     def restore(self, version: int) -> None:
         """Go on from a committed checkpoint."""

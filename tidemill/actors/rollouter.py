@@ -27,6 +27,8 @@ from tidemill.rollout.prompts import (
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rollouter import Rollouter
 
+MAX_REWARD_WORKERS = 32
+
 
 class RolloutActor:
     """The rollouter in a process of its own, with its tokenizer and its reward workers."""
@@ -57,7 +59,7 @@ class RolloutActor:
         if self.restored is not None:
             check_same_data(config.data, self.restored, self.digests)
         total = self.prompts.total
-        self.rewards = RewardPool(config.rewards, search_path=[self.search_path])
+        self.rewards = RewardPool(config.rewards, reward_workers(), [self.search_path])
         self.rollouter = Rollouter(
             config,
             self.prompts,
@@ -111,6 +113,11 @@ class RolloutActor:
     async def close(self) -> None:
         """End the reward workers."""
         await self.rewards.close()
+
+
+def reward_workers() -> int:
+    """Processes that score: at least two, so that a function that hangs does not hold up all others."""
+    return min(MAX_REWARD_WORKERS, max(2, len(os.sched_getaffinity(0)) // 2))
 
 
 def decode(tokenizer: Any, token_ids: Int32Array) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
 
+PROBE_TIMEOUT_S = 10.0
 OBJECT_STORE_BYTES = 512 * 2**20  # groups are small; weights travel beside Ray
 
 
@@ -102,7 +104,23 @@ def join_ray() -> None:
         raise ConfigError(
             "cluster.provider", "existing", "existing with RAY_ADDRESS set", "Set RAY_ADDRESS, or choose local."
         )
+    probe(address)
     try:
         ray.init(address=address, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RunError(f"no Ray answers at RAY_ADDRESS = {address}: {error}") from error
+
+
+def probe(address: str) -> None:
+    """Knock at `HOST:PORT`: Ray itself would try for many minutes. Other forms, such as `ray://`, are left to Ray.
+
+    Raises:
+        RunError: nobody answers.
+    """
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
         raise RunError(f"no Ray answers at RAY_ADDRESS = {address}: {error}") from error
