@@ -80,7 +80,7 @@ def test_the_modes_of_verl_are_ours(threshold: str, partial: str, mode: str) -> 
         ("actor_rollout_ref.actor.strategy=megatron", "only fsdp or fsdp2"),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "only token-mean or seq-mean-token-mean"),
         ("actor_rollout_ref.actor.entropy_coeff=0.001", "there is no entropy bonus"),
-        ("algorithm.rollout_correction.rollout_is=token", "importance weights"),
+        ("algorithm.rollout_correction.rollout_is=token", "algorithm.old_log_prob=decoupled"),
         ("algorithm.filter_groups.enable=True", "only False"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "takes length into account"),
         ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "not known"),

@@ -99,14 +99,17 @@ OUTPUT = "runs, logs and checkpoints have places of their own: output, tracking,
 LOADER = "prompts are read, rendered and shuffled without a loader of verl's kind"
 SYNC = "one host shares memory: sync.transport"
 
+OWN_OLD_LOG_PROB = "take it out and give algorithm.old_log_prob=version_start, or decoupled where rollout_is is set"
+OWN_WEIGHT = "take it out and give algorithm.old_log_prob=decoupled and algorithm.behaviour_cap"
+
 RULES: Mapping[str, Rule] = {
     "async_training.staleness_threshold": Part("asynchrony.staleness_threshold, asynchrony.max_staleness", NUMBER),
     "async_training.trigger_parameter_sync_step": Becomes("asynchrony.trigger_parameter_sync_step"),
     "async_training.require_batches": Becomes("asynchrony.require_batches"),
     "async_training.partial_rollout": Part("asynchrony.partial_rollout", FLAG),
     "async_training.concurrent_samples_per_replica": Becomes("rollout.concurrent_samples_per_replica"),
-    "async_training.use_rollout_log_probs": Only((True,), "old log-probs are the engine's"),
-    "async_training.compute_prox_log_prob": Only((False,), "old log-probs are the engine's"),
+    "async_training.use_rollout_log_probs": Only((True,), OWN_OLD_LOG_PROB),
+    "async_training.compute_prox_log_prob": Only((False,), OWN_OLD_LOG_PROB),
     "async_training.compute_advantage_in_rollout": LeftOut("advantages are computed by the trainer"),
     "async_training.use_trainer_do_validate": LeftOut("held-out prompts are scored by the engines of the run"),
     "async_training.use_dynamic_resource_scheduling": Only((False,), "GPUs are not lent between trainer and engines"),
@@ -163,7 +166,7 @@ RULES: Mapping[str, Rule] = {
     "actor_rollout_ref.actor.kl_loss_coef": Part("algorithm.kl_coef", NUMBER),
     "actor_rollout_ref.actor.kl_loss_type": Only(("low_var_kl", "k3"), "KL is estimated by k3"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": Only(("vanilla",), "the loss is the clipped surrogate"),
-    "actor_rollout_ref.actor.use_rollout_log_probs": Only((True,), "old log-probs are the engine's"),
+    "actor_rollout_ref.actor.use_rollout_log_probs": Only((True,), OWN_OLD_LOG_PROB),
     "actor_rollout_ref.actor.grad_clip": Becomes("trainer.max_grad_norm"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": LeftOut(MEMORY),
     "actor_rollout_ref.actor.use_torch_compile": LeftOut(MEMORY),
@@ -198,9 +201,9 @@ RULES: Mapping[str, Rule] = {
     "algorithm.gamma": LeftOut("GRPO has no discount"),
     "algorithm.lam": LeftOut("GRPO has no critic"),
     "algorithm.filter_groups.enable": Only((False,), "groups without variance stay in their batch and cost nothing"),
-    "algorithm.rollout_correction.bypass_mode": Only((True,), "old log-probs are the engine's"),
+    "algorithm.rollout_correction.bypass_mode": Only((True,), OWN_OLD_LOG_PROB),
     "algorithm.rollout_correction.loss_type": Only(("ppo_clip",), "the loss is the clipped surrogate"),
-    "algorithm.rollout_correction.rollout_is": Only((None,), "importance weights are those of the clipped ratio"),
+    "algorithm.rollout_correction.rollout_is": Only((None,), OWN_WEIGHT),
     "algorithm.rollout_correction.rollout_is_threshold": LeftOut("without rollout_is it says nothing"),
     "algorithm.rollout_correction.rollout_is_batch_normalize": LeftOut("without rollout_is it says nothing"),
     "algorithm.rollout_correction.rollout_rs": Only((None,), "no token is rejected"),
