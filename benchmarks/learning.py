@@ -9,13 +9,12 @@ training on two cores. Each row is one seed; `ratio` is the score over 0.70, or 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from results.row import Row, write_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -23,17 +22,6 @@ from tidemill.observe.report import Summary
 
 SCORE, SECONDS = 0.70, 360.0
 DEADLINE_S = 3600
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured number beside its limit."""
-
-    name: str
-    unit: str
-    ours: float
-    other: float
-    ratio: float
 
 
 def run_seed(config: str, seed: int, output: Path, overrides: Sequence[str]) -> Summary:
@@ -78,8 +66,7 @@ def main() -> None:
         summaries[seed] = run_seed(arguments.config, seed, arguments.output, arguments.overrides)
         show(summaries)
         if arguments.json:  # after every seed, so that a run that fails takes nothing with it
-            measured = [asdict(row) for seed, summary in summaries.items() for row in rows(seed, summary)]
-            arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
+            write_rows(arguments.json, [row for seed, summary in summaries.items() for row in rows(seed, summary)])
 
 
 if __name__ == "__main__":

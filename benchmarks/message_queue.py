@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray import cloudpickle
+from results.row import Row, write_rows
 from transfer.load import Load, Timing, memory_bytes, transfer, uid_of
 
 from tidemill.actors.queue import RemoteQueue, start_queue
@@ -42,17 +43,6 @@ BATCH = 16
 DEADLINE_S = 120.0
 FULL_DEADLINE_S = 1.0
 BYTES_IN_A_PASS = 160e6
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the result; ratio is ours over other, None where other is 0."""
-
-    name: str
-    unit: str
-    ours: float
-    other: float
-    ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -236,7 +226,7 @@ def main() -> None:
     print(f"verl {versions['verl']}, ray {versions['ray']} and {ray.__version__}, Python {platform.python_version()}")
     show(rows)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+        write_rows(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
+from results.row import Row, write_rows
 from simulation.clock import VirtualLoop, now
 from simulation.others import Other, Rule, areal, drop_on_read, verl
 from simulation.ours import Ours
@@ -139,17 +139,6 @@ def measure(scenario: Scenario, seeds: int, max_age: int) -> dict[str, Outcome]:
     return {"ours": ours, **others}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the result; ratio is ours over other, None where other is 0."""
-
-    name: str
-    unit: str
-    ours: float
-    other: float
-    ratio: float | None
-
-
 def rows(case: str, outcomes: dict[str, Outcome]) -> Iterator[Row]:
     """Ours beside the bound, and beside each of the others in everything that was measured."""
     ours = outcomes["ours"]
@@ -200,7 +189,7 @@ def main() -> None:
         show(case, outcomes)
         table += rows(case, outcomes)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in table], indent=2) + "\n", encoding="utf-8")
+        write_rows(args.json, table)
 
 
 if __name__ == "__main__":

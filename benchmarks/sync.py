@@ -16,17 +16,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
 import torch
+from results.row import Row, write_rows
 from safetensors import safe_open
 
 from tidemill.protocols import WeightUpdate
@@ -43,17 +43,6 @@ LEARNING_RATE = 1e-6
 COPY, RAY = "plain copy", "torch.save + ray"
 OURS = ("shared_memory", "object_store, delta", "object_store, full")
 Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the result; ratio is ours over other."""
-
-    name: str
-    unit: str
-    ours: float
-    other: float
-    ratio: float
 
 
 @dataclass
@@ -211,7 +200,7 @@ def main() -> None:
     for line in rows:
         print(f"{line.name:48}{line.unit:>5}{line.ours:11.2f}{line.other:11.2f}{line.ratio:8.2f}")
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(line) for line in rows], indent=2) + "\n", encoding="utf-8")
+        write_rows(arguments.json, rows)
 
 
 if __name__ == "__main__":
