@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from tidemill/config.py; `--check` only says whether it is current."""
+"""Writes docs/configuration.md from tidemill/sections.py; `--check` only says whether it is current."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A run is one YAML file; `tidemill run FILE key.path=value ...` overrides single 
 indexes a list (`rewards.0.timeout_s=5`). Unknown keys and impossible combinations are refused before anything starts.
 `examples/` has files to start from; the settings a run was made with stand in `runs/NAME/config.yaml`.
 
-This page is generated from `tidemill/config.py` (`make golden`).
+This page is generated from `tidemill/sections.py` (`make golden`).
 """
 
 

@@ -17,7 +17,7 @@ HEAVY = ("torch", "ray", "vllm", "kfp", "mlflow")
 # Lowest first: a module may import from its own layer and from those below. The longest matching prefix counts.
 LAYERS = (
     ("tidemill", "tidemill.arguments", "tidemill.errors", "tidemill.records"),
-    ("tidemill.combinations", "tidemill.config", "tidemill.run_file", "tidemill.failure", "tidemill.verl"),
+    ("tidemill.sections", "tidemill.config", "tidemill.run_file", "tidemill.failure", "tidemill.verl"),
     (
         "tidemill.protocols",
         "tidemill.rollout.staleness",

@@ -81,8 +81,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Answers of a model, one a line block."""
-    from tidemill.config import StoreConfig
     from tidemill.rollout.generate import generate_text
+    from tidemill.sections import StoreConfig
     from tidemill.store.locate import Locator
 
     output = Path(arguments.output).resolve()

@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tidemill.config import RewardConfig, RunConfig
+from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
+from tidemill.sections import RewardConfig
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tidemill.config import RolloutConfig
 from tidemill.errors import SyncError, TidemillError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Engine, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion
+from tidemill.sections import RolloutConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = np.arange(3, 13, dtype=np.int32)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.config import RolloutConfig
 from tidemill.errors import ConfigError
 from tidemill.rollout.engine import engine_environment
 from tidemill.rollout.engine_settings import context_length, engine_settings
+from tidemill.sections import RolloutConfig
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import pytest_asyncio
 import torch
 from tiny_model import CONTEXT, make_tiny_model, tiny_llama, write_weights
 
-from tidemill.config import RolloutConfig
 from tidemill.errors import ConfigError, EngineError, SyncError
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Float32Array
 from tidemill.rollout.engine import VllmEngine
+from tidemill.sections import RolloutConfig
 
 # vLLM warns while it is imported; that is not ours to fail on.
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.filterwarnings("default")]

@@ -12,12 +12,13 @@ from tidemill_components.teardown import teardown
 from tidemill_components.train import train
 from tidemill_components.validate import validate
 
-from tidemill.config import RunConfig, SyncConfig
+from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
 from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.preflight import check_room, rooms
 from tidemill.run_file import parse_config
+from tidemill.sections import SyncConfig
 from tidemill.steps import seconds_by_step
 from tidemill.store.checkpoint import open_checkpoints
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from rollout_rig import BROKEN, CharTokenizer, LengthReward, Rig, run_config
 
-from tidemill.config import DataConfig
 from tidemill.errors import ConfigError, EngineError, RewardError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import WeightUpdate
 from tidemill.rollout.prompts import PromptSet
+from tidemill.sections import DataConfig
 
 
 def held_out(count: int = 6, **config: Any) -> PromptSet:

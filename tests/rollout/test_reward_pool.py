@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from tidemill.actors.rollouter import reward_workers
-from tidemill.config import RewardConfig
 from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Prompt
 from tidemill.rollout.reward_pool import RewardPool
+from tidemill.sections import RewardConfig
 
 MINE = """
 import os, time
@@ -179,7 +179,7 @@ async def test_close_leaves_no_process_and_refuses_calls(pool: Callable[..., Any
 PARENT = """
 import asyncio
 import numpy
-from tidemill.config import RewardConfig
+from tidemill.sections import RewardConfig
 from tidemill.records import Prompt
 from tidemill.rollout.reward_pool import RewardPool
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tidemill.config import SyncConfig
 from tidemill.errors import ChainError, StoreError, SyncError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.sections import SyncConfig
 from tidemill.store.object_store import ObjectStore
 from tidemill.sync.outbox import Publication, StoreOutbox
 from tidemill.sync.publisher import WeightPublisher, places

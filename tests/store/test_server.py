@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tidemill.config import StoreConfig
 from tidemill.errors import ConfigError, StoreError
+from tidemill.sections import StoreConfig
 from tidemill.store import weed as weed_module
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store, open_store, start_server, stop_server

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill.config import SyncConfig
 from tidemill.errors import SyncError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.sections import SyncConfig
 from tidemill.sync.outbox import MemoryOutbox
 from tidemill.sync.synchronizer import Synchronizer
 

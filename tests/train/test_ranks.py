@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups
 
-from tidemill.config import AlgorithmConfig
 from tidemill.records import Float32Array, Group
+from tidemill.sections import AlgorithmConfig
 from tidemill.train.batch import step_denominator
 from tidemill.train.policy import PolicyRank
 from tidemill.train.world import World

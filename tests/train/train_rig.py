@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tidemill.config import AlgorithmConfig, TrainerConfig
 from tidemill.records import Float32Array, Group, Prompt, Rollout, VersionSpan
+from tidemill.sections import AlgorithmConfig, TrainerConfig
 from tidemill.train.batch import MicroBatch, micro_batches
 from tidemill.train.policy import PolicyRank
 from tidemill.train.tree import pack_group

@@ -21,13 +21,13 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from tidemill.config import RolloutConfig
 from tidemill.errors import EngineError, SyncError, TidemillError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.rollout.engine_processes import children, end_processes, resident_bytes
 from tidemill.rollout.engine_settings import engine_environment, engine_settings
 from tidemill.rollout.sample import Flight, Sample, prompt_log_probs, sampling_options
+from tidemill.sections import RolloutConfig
 
 __all__ = ["VllmEngine", "engine_environment"]
 CONTROL_TIMEOUT_S = 60.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tidemill.config import RolloutConfig
 from tidemill.errors import ConfigError
+from tidemill.sections import RolloutConfig
 
 GIB = 1 << 30
 MAX_SEQUENCES = {"cpu": 128, "cuda": 1024}

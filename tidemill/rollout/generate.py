@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from tidemill.config import RolloutConfig
 from tidemill.protocols import Sampling
 from tidemill.records import Completion, Int32Array
 from tidemill.rollout.engine import VllmEngine
 from tidemill.rollout.prompts import as_messages, encode
+from tidemill.sections import RolloutConfig
 
 
 def generate_text(

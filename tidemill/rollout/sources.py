@@ -15,8 +15,8 @@ from urllib.parse import parse_qsl
 
 import yaml
 
-from tidemill.config import DataConfig
 from tidemill.errors import ConfigError, DataError
+from tidemill.sections import DataConfig
 
 Row = dict[str, Any]
 Located = tuple[str, Any]

@@ -6,7 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.config import RunConfig, StoreConfig
+from tidemill.config import RunConfig
+from tidemill.sections import StoreConfig
 from tidemill.store.models import ResolvedModel, default_cache, resolve_model
 from tidemill.store.object_store import parse_uri
 from tidemill.store.registry import model_source, pinned_uri

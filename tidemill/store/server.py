@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tidemill.config import StoreConfig
 from tidemill.errors import StoreError
+from tidemill.sections import StoreConfig
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.weed import POLL_S, ServerInfo, adopt, end, find_server, launch, write_info
 

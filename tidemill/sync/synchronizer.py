@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from tidemill.config import SyncConfig
 from tidemill.errors import ChainError, SyncError
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Engine, PauseMode, WeightUpdate
 from tidemill.records import Float32Array, Int32Array
+from tidemill.sections import SyncConfig
 from tidemill.sync.outbox import Outbox
 
 Score = Callable[[Int32Array], Awaitable[Float32Array]]

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from tidemill.config import AlgorithmConfig, TrainerConfig
 from tidemill.errors import RunError
 from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
+from tidemill.sections import AlgorithmConfig, TrainerConfig
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch
 from tidemill.train.correction import behaviour_weights, log_linear

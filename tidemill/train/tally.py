@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill.config import OldLogProb
+from tidemill.sections import OldLogProb
 from tidemill.train.world import World
 
 SUMS = ("loss", "tokens", "ratio", "clipped", "kl")

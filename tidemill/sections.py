@@ -1,0 +1,266 @@
+"""The sections of a run's settings: every knob, typed and documented.
+
+`docs/configuration.md` is generated from here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+OldLogProb = Literal["rollout", "version_start", "decoupled"]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train: str
+    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file), `hf://DATASET:SPLIT`,
+    or `reasoning_gym://TASK`. The last two take options of their own: `reasoning_gym://TASK?seed=2&size=50`."""
+    held_out: str | None = None
+    """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
+    prompt_key: str = "prompt"
+    """Column of the question: a string, or a list of chat messages with `role` and `content`."""
+    answer_key: str = "answer"
+    """Column of the reference answer, or `a.b` for a value in the mappings of column `a`; may be absent from the data.
+    All other columns reach the rewards too."""
+    system_prompt: str | None = None
+    """System message before a string prompt; null leaves it to the model's chat template."""
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt is skipped, counted and reported, never cut. With `rollout.max_new_tokens` it is the context
+    that an engine reserves memory for."""
+    shuffle: bool = True
+    """Draw a new order of the rows every epoch, from `seed`."""
+    epochs: Positive | None = None
+    """Passes over the data; null repeats them until `trainer.steps` is reached."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `reasoning_gym.create_dataset`, such as `size` and `seed`, or of `datasets.load_dataset`,
+    such as `name`; for both sources, where their own options do not say otherwise."""
+
+
+class RewardConfig(Section):
+    """One reward function; a rollout's reward is the weighted sum of all of them."""
+
+    function: str
+    """`exact_number`, `math_verify`, `reasoning_gym`, or an import path `package.module:function`."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    timeout_s: Seconds = 10.0
+    """A call that takes longer is killed with its process and counted; the group is tried again."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments passed to every call."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engines: Positive = 1
+    """vLLM engine replicas, each a Ray actor."""
+    tensor_parallel_size: Positive = 1
+    """GPUs per engine."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Responses per prompt (n); a group needs at least two for its baseline."""
+    max_new_tokens: Positive = 1024
+    """Response budget in tokens."""
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Sampling temperature; log-probs are those of the tempered distribution on both sides."""
+    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
+    """Only 1.0: truncated sampling biases the importance ratio unless the sampling mask is replayed."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a response, besides the end-of-sequence token."""
+    concurrent_samples_per_replica: Positive = 16
+    """Groups in flight per engine (verl's samples are groups)."""
+    total_rollout_steps: Positive | None = None
+    """Groups that the whole run trains, as verl counts; sets `trainer.steps` where that is left out."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Engine precision; auto takes bfloat16 where the processor computes in it, else float32."""
+    gpu_memory_utilization: Fraction = 0.9
+    """Share of a GPU's memory that vLLM takes."""
+    cpu_kv_cache_gib: Positive = 1
+    """KV cache of an engine on the CPU."""
+    threads: Positive | None = None
+    """OpenMP threads of an engine on the CPU; null takes all cores."""
+    start_timeout_s: Seconds = 600.0
+    """An engine that is not ready by then fails the run."""
+    group_timeout_s: Seconds = 600.0
+    """A group that takes longer is cancelled and its prompt issued again."""
+    max_attempts: Positive = 3
+    """Failures after which a prompt is quarantined: set aside, counted and reported."""
+
+
+class QueueConfig(Section):
+    """Finished groups on their way to the trainer."""
+
+    capacity: Positive | None = None
+    """Groups held at most; null derives it from the staleness bound."""
+    when_full: Literal["block", "drop_oldest"] = "block"
+    """Block the rollouter, or drop the oldest group, count it and issue its prompt again."""
+
+
+class AsynchronyConfig(Section):
+    """How far generation may run ahead of training."""
+
+    max_staleness: Count = 1
+    """Hard bound on the age of any trained token, in policy versions; 0 is synchronous training."""
+    staleness_threshold: NonNegative | None = None
+    """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained (verl)."""
+    staleness_strategy: Literal["pace", "drop", "wait"] = "pace"
+    """What keeps the bound: pace starts only what can be trained in time and cancels the few that are overtaken, drop
+    starts what engines and queue hold and replaces what became too old, wait lets the trainer wait for the oldest."""
+    trigger_parameter_sync_step: Positive = 1
+    """Optimizer steps between two weight syncs."""
+    require_batches: Positive = 1
+    """Mini-batches of `trainer.ppo_mini_batch_size` groups that one optimizer step waits for."""
+    partial_rollout: bool | None = None
+    """What a weight sync does to groups in flight: true interrupts them, and the new version goes on from the tokens
+    so far within the same budget; false lets them finish under the old version first. Null follows `pause_mode`."""
+    pause_mode: Literal["keep", "abort", "wait"] | None = None
+    """How an engine pauses for new weights: keep goes on with the tokens and their KV, abort starts a new request
+    from the tokens so far, wait lets requests finish first. Null is wait without partial rollouts, else keep."""
+
+
+class AlgorithmConfig(Section):
+    """Group-relative advantages (GRPO, Shao et al. 2024, arXiv:2402.03300) and the clipped surrogate loss of PPO
+    (Schulman et al. 2017, arXiv:1707.06347).
+    """
+
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
+    """The ratio is clipped above at 1 + clip_high; a larger value than clip_low is DAPO's clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 3.0
+    """Bound of the loss for negative advantages (Ye et al. 2020, arXiv:1912.09729); null leaves it out."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the k3 estimate of KL(policy || reference); above 0 a frozen copy of the first policy is kept."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """Average over all response tokens of the optimizer step, or first over each sequence."""
+    old_log_prob: OldLogProb = "rollout"
+    """What the ratio in the loss is taken to: `rollout`, the engine's log-probs at sampling; `version_start`, those of
+    the parameters that the present version began with (verl's MIS); `decoupled`, those of the proximal policy, and the
+    loss is weighted by proximal over sampling probability (Fu et al. 2025, arXiv:2505.24298, equation 5)."""
+    proximal: Literal["exact", "loglinear"] = "exact"
+    """Log-probs of the proximal policy of `old_log_prob: decoupled`: `exact`, by a forward pass of the parameters that
+    the version began with; `loglinear`, between those at sampling and the present ones, by the token's version
+    (Li et al. 2025, arXiv:2512.06547), without that pass and without a second copy of the parameters."""
+    behaviour_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
+    """Largest weight of a token with `old_log_prob: decoupled`; above it is truncated. Null leaves it as it is."""
+
+    @property
+    def keeps_version_start(self) -> bool:
+        """Whether the parameters that a version began with are asked for after its first step."""
+        return self.old_log_prob != "rollout" and self.proximal == "exact"
+
+
+class TrainerConfig(Section):
+    """The optimizer and its steps."""
+
+    steps: Positive
+    """Optimizer steps of the whole run; may be left out where `rollout.total_rollout_steps` is given."""
+    ppo_mini_batch_size: Positive = 16
+    """Groups (prompts) per mini-batch."""
+    ranks: Positive = 1
+    """Data-parallel trainer processes."""
+    micro_batch_tokens: Positive = 4096
+    """Tokens of packed groups in one forward pass; a longer group goes alone."""
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up; constant after."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Gradients are clipped to this global norm."""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute precision over fp32 master weights; auto takes bfloat16 where the processor computes in it."""
+    threads: Positive | None = None
+    """Intra-op threads of a trainer rank on the CPU; null takes all cores."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    get_timeout_s: Seconds = 1800.0
+    """The trainer gives up when no full batch arrived by then, naming what is in flight."""
+
+
+class SyncConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["shared_memory", "object_store"] = "shared_memory"
+    """`shared_memory` is a tensor file in memory that trainer and engines of one host map; `object_store` brings what
+    changed through `store`, also to engines on other hosts."""
+    full_every: Positive = 10
+    """`object_store`: a full snapshot every so many versions, deltas in between; 1 sends everything every time."""
+    timeout_s: Seconds = 300.0
+    """A publication that takes longer fails the run; `asynchrony.pause_mode: wait` adds `rollout.group_timeout_s`."""
+    canary_max_gap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5
+    """After every sync the trainer's and the engine's log-probs of the same tokens may differ by this much in the
+    mean, in nats; a wider gap fails the run. The first sync shows how much of a gap is rounding and lowers the bound to
+    0.01 plus ten times that. Null skips the check."""
+
+
+class EvaluationConfig(Section):
+    """Scoring on held-out prompts, greedily."""
+
+    every: Count = 0
+    """Policy versions between two evaluations during training; 0 leaves only the ones before and after."""
+    max_prompts: Positive | None = None
+    """Prompts per evaluation; null takes all of `data.held_out`."""
+
+
+class StoreConfig(Section):
+    """S3 object store. Keys come from TIDEMILL_S3_ACCESS_KEY and TIDEMILL_S3_SECRET_KEY, never from here."""
+
+    endpoint: str = "embedded"
+    """`embedded` starts a server of its own below `output`; or the `http(s)://host:port` of any S3 server."""
+    bucket: Annotated[str, Field(min_length=3, max_length=63, pattern=r"^[a-z0-9][a-z0-9.-]+[a-z0-9]$")] = "tidemill"
+    """Bucket for checkpoints and models; made if it does not exist."""
+
+
+class CheckpointConfig(Section):
+    """Atomic commits of everything a restart needs."""
+
+    every: Count = 10
+    """Policy versions between two checkpoints; 0 leaves only the one at the end."""
+    keep: Positive = 2
+    """Older committed checkpoints of this run are deleted."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the newest commit of a run with this name; `never` refuses to start if there is one."""
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    uri: str | None = None
+    """Tracking server; null writes to an SQLite file below `output`."""
+    experiment: str = "tidemill"
+    """Experiment that the runs stand in."""
+
+
+class RegistryConfig(Section):
+    """The gate before a model version is registered."""
+
+    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
+    """Name of the registered model; null takes the run's `name`."""
+    min_score: float | None = None
+    """Held-out score that the policy must reach; null asks only that it did not get worse."""
+    alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "candidate"
+    """Alias that the new version gets."""
+
+
+class ClusterConfig(Section):
+    """Where the run's Ray cluster comes from."""
+
+    provider: Literal["local", "existing"] = "local"
+    """`local` starts Ray on this machine for the run; `existing` joins the one at RAY_ADDRESS."""
