@@ -194,15 +194,27 @@ async def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
         await engine.start()
 
 
-async def test_z_a_killed_engine_fails_what_is_in_flight_and_what_follows(engine: VllmEngine) -> None:
+async def test_z_a_killed_engine_fails_what_is_in_flight_and_what_follows(engine: VllmEngine, tmp_path: Path) -> None:
     """The last test of the file, because the shared engine does not survive it."""
-    task = asyncio.create_task(engine.generate("k", PROMPT, Sampling(n=4, max_tokens=64, temperature=1.0)))
+    core = [psutil.Process(pid) for pid in below()]
+    for process in core:
+        process.suspend()  # so that the update waits for an answer when its end comes
+    sampling = Sampling(n=4, max_tokens=64, temperature=1.0)
+    update = write_weights(tmp_path / "w.safetensors", 9, 9)
+    generation = asyncio.create_task(engine.generate("k", PROMPT, sampling))
     await asyncio.sleep(0.1)
-    for pid in below():
-        psutil.Process(pid).kill()
-    with pytest.raises(EngineError, match="request k"):
-        await asyncio.wait_for(task, 30)
-    with pytest.raises(EngineError, match="request late"):
+    publication = asyncio.create_task(engine.update_weights(update, "keep"))
+    await asyncio.sleep(0.1)
+    assert not generation.done()
+    assert not publication.done()
+    for process in core:
+        process.kill()
+    died = "the engine for .* died: its process EngineCore.* was killed by SIGKILL"
+    with pytest.raises(EngineError, match=f"request k: {died}"):
+        await asyncio.wait_for(generation, 30)
+    with pytest.raises(EngineError, match=f"update to version 9: {died}"):
+        await asyncio.wait_for(publication, 30)
+    with pytest.raises(EngineError, match=f"request late: {died}"):
         await asyncio.wait_for(engine.generate("late", PROMPT, GREEDY), 30)
-    with pytest.raises((SyncError, EngineError)):
-        await engine.update_weights(WeightUpdate(9, "nowhere", 1), "keep")
+    with pytest.raises(EngineError, match=f"update to version 10: {died}"):
+        await asyncio.wait_for(engine.update_weights(WeightUpdate(10, "nowhere", 1), "keep"), 30)
