@@ -35,6 +35,25 @@ class Stuck(FakeEngine):
         await asyncio.sleep(60)
 
 
+class Gated(FakeEngine):
+    """Adopts a version when its gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        self.asked.set()
+        await self.gate.wait()
+        await super().update_weights(update, mode)
+
+
+async def settle() -> None:
+    """Let every task come to where it waits."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 async def export(path: Path) -> int:
     return path.write_bytes(b"weights")
 
@@ -166,6 +185,36 @@ async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_o
     assert await late.version() == 4
     await publisher.publish(7, "keep")
     assert await late.version() == 7
+
+
+async def test_an_engine_that_joins_during_a_publication_ends_at_its_version(tmp_path: Path) -> None:
+    early, late = Gated(), FakeEngine()
+    publisher = synchronizer(tmp_path, early)
+    early.gate.set()
+    await publisher.publish(4, "keep")
+    early.gate.clear()
+    early.asked.clear()
+    publication = asyncio.create_task(publisher.publish(7, "keep"))
+    await early.asked.wait()
+    joining = asyncio.create_task(publisher.late_join(late))
+    await settle()
+    early.gate.set()
+    await asyncio.gather(publication, joining)
+    assert await late.version() == 7
+
+
+async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> None:
+    early, late = FakeEngine(), Gated()
+    publisher = synchronizer(tmp_path, early)
+    await publisher.publish(4, "keep")
+    joining = asyncio.create_task(publisher.late_join(late))
+    await late.asked.wait()
+    publication = asyncio.create_task(publisher.publish(7, "keep"))
+    await settle()
+    assert await early.version() == 4
+    late.gate.set()
+    await asyncio.gather(publication, joining)
+    assert [await engine.version() for engine in (early, late)] == [7, 7]
 
 
 async def test_close_frees_the_memory(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Synchronizer:
         self._newest: WeightUpdate | None = None
         self._reference: Float32Array | None = None
         self._bound = config.canary_max_gap
+        self._turn = asyncio.Lock()  # a version is adopted by all engines there are, or by one that joins, never both
 
     async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
         """Bring the trainer's present weights to every engine as `version`.
@@ -70,6 +71,10 @@ class Synchronizer:
             RunError: an actor died, or the trainer did not answer before the deadline.
             StoreError: an engine could not reach the object store.
         """
+        async with self._turn:
+            return await self._publish(version, mode)
+
+    async def _publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
         timings = Timings()
         with timings.phase("sync_export"):
             async with self._deadline(f"export version {version}"):
@@ -89,17 +94,18 @@ class Synchronizer:
     async def late_join(self, engine: Engine) -> None:
         """Give an engine that started, or started again, the newest version; later ones reach it too.
 
+        A publication under way ends first, and one that comes meanwhile waits.
+
         Raises:
-            SyncError: as in `publish`.
+            SyncError, EngineError, RunError, StoreError: as in `publish`.
         """
-        if engine not in self._engines:
-            self._engines.append(engine)
-        if self._newest is not None:
-            newest = self._newest
-            adopted = await self._adopt(newest, [engine], "keep", f"adopt version {newest.version} late")
-            if self._newest is newest:  # no newer one was published meanwhile
-                self._newest = adopted
-            await self._check_canary([engine])
+        async with self._turn:
+            if engine not in self._engines:
+                self._engines.append(engine)
+            if self._newest is not None:
+                what = f"adopt version {self._newest.version} late"
+                self._newest = await self._adopt(self._newest, [engine], "keep", what)
+                await self._check_canary([engine])
 
     def close(self) -> None:
         """Free what the outbox holds; engines keep the weights they adopted."""
