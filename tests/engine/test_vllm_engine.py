@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,25 +63,54 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vllm
     await engine.shutdown()
 
 
+class Complaints(logging.Handler):
+    """What vLLM logs as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
+def late(call: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The same call in a thread that the system lets wait, as on a busy machine."""
+
+    def waited(argument: Any) -> None:
+        time.sleep(0.3)
+        call(argument)
+
+    return waited
+
+
 @dataclass
 class Fresh:
     tokens: list[int]
     scores: Float32Array
     left_over: set[int]
+    complaints: list[str]
     after: Exception
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     """A second engine that was started from the weights of seed 2, asked, and ended."""
+    from vllm.v1.engine import async_llm
+
     before = below()
     engine = make_engine(make_tiny_model(tmp_path_factory.mktemp("fresh"), 2))
     await engine.start()
     tokens, scores = await fingerprint(engine)
-    await engine.shutdown()
+    complaints = Complaints()
+    logging.getLogger("vllm").addHandler(complaints)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_llm, "cancel_task_threadsafe", late(async_llm.cancel_task_threadsafe))
+        await engine.shutdown()
     with pytest.raises(EngineError) as caught:
         await engine.generate("late", PROMPT, GREEDY)
-    return Fresh(tokens, scores, below() - before, caught.value)
+    logging.getLogger("vllm").removeHandler(complaints)
+    return Fresh(tokens, scores, below() - before, complaints.texts, caught.value)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -181,6 +212,10 @@ async def test_after_an_abort_every_token_has_the_log_prob_of_the_version_that_s
 
 def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
     assert fresh.left_over == set()
+
+
+def test_shutdown_is_no_failure_in_the_log(fresh: Fresh) -> None:
+    assert fresh.complaints == []
 
 
 def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:

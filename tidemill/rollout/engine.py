@@ -305,6 +305,10 @@ class VllmEngine:
         for task in (*self._tasks, *filter(None, [self._watcher])):
             task.cancel()
         if llm is not None:
+            if llm.output_handler is not None:
+                # It would take the orderly end of the core for its death, and log it as an error.
+                llm.output_handler.cancel()
+                await asyncio.wait([llm.output_handler])
             await asyncio.to_thread(llm.shutdown, CONTROL_TIMEOUT_S)
             # vLLM closes its sockets and leaves their context open.
             await asyncio.to_thread(llm.engine_core.resources.ctx.destroy, 0)
