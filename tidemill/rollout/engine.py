@@ -134,15 +134,15 @@ class VllmEngine:
 
     async def _while_alive(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """Run `work`; the end of the engine makes it fail, since vLLM would leave it waiting for ever."""
-        task = asyncio.create_task(work)
+        caller, task = asyncio.current_task(), asyncio.create_task(work)
         self._tasks.add(task)
         try:
             return await task
         except (asyncio.CancelledError, Exception) as error:
             end = self._end(what)
-            if end is not None:
-                raise end from error
-            raise
+            if end is None or (caller is not None and caller.cancelling()):
+                raise
+            raise end from error
         finally:
             self._tasks.discard(task)
 
