@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import traceback
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from tidemill.actors.call import call
 from tidemill.errors import ConfigError, RunError
+
+
+def died(why: str) -> ActorDiedError:
+    """The death of an actor as Ray tells it."""
+    return ActorDiedError(
+        ActorDiedErrorContext(error_message=why, class_name="EngineActor", actor_id=b"\1" * 16, pid=7)
+    )
 
 
 async def failing(error: Exception) -> Any:
@@ -30,9 +39,28 @@ async def test_time_out_inside_the_actor_stays_one() -> None:
         await call("the queue", failing(RayTaskError("put", "trace", TimeoutError("no room"))))
 
 
-async def test_death_names_the_actor() -> None:
-    with pytest.raises(RunError, match="engine 1 died"):
-        await call("engine 1", failing(ActorDiedError()))
+CRASH = (
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker "
+    "unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was "
+    "killed by the OOM killer due to high memory usage, (2) ray stop --force was called."
+)
+DEATHS: list[tuple[Exception, str]] = [
+    (ActorDiedError(), "engine 1 died"),
+    (died(CRASH), "engine 1 died: Worker unexpectedly exits with a connection error code 2"),
+    (died("The actor is dead because it was killed by `ray.kill`."), "engine 1 died: it was killed by `ray.kill`"),
+    (died("The actor died because its node has died. Node Id: ab"), "engine 1 died: its node has died"),
+    (died("Something new.\nOf two lines."), "engine 1 died"),
+    (ActorDiedError(RayTaskError("__init__", "Trace\nKeyError: 7", KeyError(7))), "engine 1 died: KeyError: 7"),
+    (ActorUnavailableError("lost its connection", b"\1" * 16), "engine 1 died: The actor .* is unavailable: lost .*"),
+]
+
+
+@pytest.mark.parametrize(("death", "message"), DEATHS)
+async def test_death_names_the_actor_and_the_reason_on_one_line(death: Exception, message: str) -> None:
+    with pytest.raises(RunError) as caught:
+        await call("engine 1", failing(death))
+    assert re.fullmatch(message, str(caught.value))
+    assert caught.value.__cause__ is death
 
 
 async def test_actor_that_never_answers_ends_at_the_deadline() -> None:

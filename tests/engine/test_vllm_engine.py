@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,25 +63,54 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vllm
     await engine.shutdown()
 
 
+class Complaints(logging.Handler):
+    """What vLLM logs as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
+def late(call: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The same call in a thread that the system lets wait, as on a busy machine."""
+
+    def waited(argument: Any) -> None:
+        time.sleep(0.3)
+        call(argument)
+
+    return waited
+
+
 @dataclass
 class Fresh:
     tokens: list[int]
     scores: Float32Array
     left_over: set[int]
+    complaints: list[str]
     after: Exception
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     """A second engine that was started from the weights of seed 2, asked, and ended."""
+    from vllm.v1.engine import async_llm
+
     before = below()
     engine = make_engine(make_tiny_model(tmp_path_factory.mktemp("fresh"), 2))
     await engine.start()
     tokens, scores = await fingerprint(engine)
-    await engine.shutdown()
+    complaints = Complaints()
+    logging.getLogger("vllm").addHandler(complaints)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_llm, "cancel_task_threadsafe", late(async_llm.cancel_task_threadsafe))
+        await engine.shutdown()
     with pytest.raises(EngineError) as caught:
         await engine.generate("late", PROMPT, GREEDY)
-    return Fresh(tokens, scores, below() - before, caught.value)
+    logging.getLogger("vllm").removeHandler(complaints)
+    return Fresh(tokens, scores, below() - before, complaints.texts, caught.value)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -183,6 +214,10 @@ def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
     assert fresh.left_over == set()
 
 
+def test_shutdown_is_no_failure_in_the_log(fresh: Fresh) -> None:
+    assert fresh.complaints == []
+
+
 def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:
     assert "the engine is not running" in str(fresh.after)
 
@@ -194,15 +229,27 @@ async def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
         await engine.start()
 
 
-async def test_z_a_killed_engine_fails_what_is_in_flight_and_what_follows(engine: VllmEngine) -> None:
+async def test_z_a_killed_engine_fails_what_is_in_flight_and_what_follows(engine: VllmEngine, tmp_path: Path) -> None:
     """The last test of the file, because the shared engine does not survive it."""
-    task = asyncio.create_task(engine.generate("k", PROMPT, Sampling(n=4, max_tokens=64, temperature=1.0)))
+    core = [psutil.Process(pid) for pid in below()]
+    for process in core:
+        process.suspend()  # so that the update waits for an answer when its end comes
+    sampling = Sampling(n=4, max_tokens=64, temperature=1.0)
+    update = write_weights(tmp_path / "w.safetensors", 9, 9)
+    generation = asyncio.create_task(engine.generate("k", PROMPT, sampling))
     await asyncio.sleep(0.1)
-    for pid in below():
-        psutil.Process(pid).kill()
-    with pytest.raises(EngineError, match="request k"):
-        await asyncio.wait_for(task, 30)
-    with pytest.raises(EngineError, match="request late"):
+    publication = asyncio.create_task(engine.update_weights(update, "keep"))
+    await asyncio.sleep(0.1)
+    assert not generation.done()
+    assert not publication.done()
+    for process in core:
+        process.kill()
+    died = "the engine for .* died: its process EngineCore.* was killed by SIGKILL"
+    with pytest.raises(EngineError, match=f"request k: {died}"):
+        await asyncio.wait_for(generation, 30)
+    with pytest.raises(EngineError, match=f"update to version 9: {died}"):
+        await asyncio.wait_for(publication, 30)
+    with pytest.raises(EngineError, match=f"request late: {died}"):
         await asyncio.wait_for(engine.generate("late", PROMPT, GREEDY), 30)
-    with pytest.raises((SyncError, EngineError)):
-        await engine.update_weights(WeightUpdate(9, "nowhere", 1), "keep")
+    with pytest.raises(EngineError, match=f"update to version 10: {died}"):
+        await asyncio.wait_for(engine.update_weights(WeightUpdate(10, "nowhere", 1), "keep"), 30)

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 
 from tidemill.errors import ModelError
 from tidemill.store import smollm2
-from tidemill.store.models import resolve_model
+from tidemill.store.models import first_sentence, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,27 @@ def test_a_remote_model_without_a_way_to_fetch_it_is_refused(tmp_path: Path, nam
 
 def test_what_cannot_be_found_lists_what_was_tried(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Tried: the folder .*; the Hugging Face cache .*; the Hugging Face hub "):
+        resolve_model("nobody/nothing", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Cannot find it. To go online, set X.", "Cannot find it"),
+        (
+            "Got: ConnectError: no name 1.2.3 at https://a.b/c\nAn error. Check.",
+            "Got: ConnectError: no name 1.2.3 at https://a.b/c",
+        ),
+        ("long " * 60 + "end.", "long " * 60 + "end"),
+        ("\n", "OSError"),
+    ],
+)
+def test_of_an_error_the_first_sentence_is_told_whole(text: str, told: str) -> None:
+    assert first_sentence(OSError(text)) == told
+
+
+def test_the_reason_why_the_hub_has_no_model_is_not_cut(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"the Hugging Face cache \([^()]+ has been disabled\); the Hugging Face hub"):
         resolve_model("nobody/nothing", tmp_path)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill.errors import SyncError
+from tidemill.errors import ChainError, EngineError, RunError, StoreError, SyncError
+from tidemill.failure import PASSING
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.sections import SyncConfig
@@ -21,13 +22,36 @@ CANARY = np.arange(6, dtype=np.int32)
 
 
 class Refusing(FakeEngine):
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error or SyncError("wrong file")
+
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        raise SyncError("wrong file")
+        raise self.error
 
 
 class Stuck(FakeEngine):
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         await asyncio.sleep(60)
+
+
+class Gated(FakeEngine):
+    """Adopts a version when its gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        self.asked.set()
+        await self.gate.wait()
+        await super().update_weights(update, mode)
+
+
+async def settle() -> None:
+    """Let every task come to where it waits."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 async def export(path: Path) -> int:
@@ -71,9 +95,38 @@ async def test_a_refusing_engine_is_named_with_its_cause(tmp_path: Path) -> None
         await synchronizer(tmp_path, FakeEngine(), Refusing()).publish(1, "keep")
 
 
-async def test_a_stuck_engine_ends_at_the_deadline(tmp_path: Path) -> None:
-    with pytest.raises(SyncError, match=r"could not adopt version 1 within sync\.timeout_s = 0\.05 s"):
-        await synchronizer(tmp_path, Stuck(), timeout_s=0.05).publish(1, "keep")
+async def test_a_stuck_engine_ends_at_the_deadline_by_name(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"engine 1: could not adopt version 1 within sync\.timeout_s = 0\.05 s"):
+        await synchronizer(tmp_path, FakeEngine(), Stuck(), timeout_s=0.05).publish(1, "keep")
+
+
+async def test_a_stuck_trainer_ends_at_the_deadline(tmp_path: Path) -> None:
+    async def stuck(tokens: Any) -> Any:
+        await asyncio.sleep(60)
+
+    with pytest.raises(RunError, match=r"the trainer could not score the canary within sync\.timeout_s = 0\.05 s"):
+        await synchronizer(tmp_path, FakeEngine(), score=stuck, timeout_s=0.05).publish(1, "keep")
+
+
+@pytest.mark.parametrize(
+    "death", [EngineError("its core died"), RunError("engine 1 died: killed"), StoreError("no answer")]
+)
+@pytest.mark.parametrize("other", [SyncError("wrong file"), ChainError("damaged")])
+async def test_what_another_try_may_mend_stays_what_it_is(tmp_path: Path, death: Exception, other: Exception) -> None:
+    with pytest.raises(type(death), match=r"2 of 3 engines did not adopt version 1: .*; engine 1.*") as caught:
+        await synchronizer(tmp_path, Refusing(other), Refusing(death), FakeEngine()).publish(1, "keep")
+    assert isinstance(caught.value, PASSING)
+    assert caught.value.__cause__ is death
+    assert "engine 1: engine 1" not in str(caught.value)
+
+
+async def test_an_engine_that_dies_while_it_scores_is_named(tmp_path: Path) -> None:
+    class Dying(FakeEngine):
+        async def score(self, token_ids: Any) -> Any:
+            raise EngineError("its core died")
+
+    with pytest.raises(EngineError, match="1 of 2 engines did not score the canary: engine 1: its core died"):
+        await synchronizer(tmp_path, FakeEngine(), Dying()).publish(1, "keep")
 
 
 async def test_a_gap_above_the_bound_names_engine_gap_and_worst_token(tmp_path: Path) -> None:
@@ -132,6 +185,36 @@ async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_o
     assert await late.version() == 4
     await publisher.publish(7, "keep")
     assert await late.version() == 7
+
+
+async def test_an_engine_that_joins_during_a_publication_ends_at_its_version(tmp_path: Path) -> None:
+    early, late = Gated(), FakeEngine()
+    publisher = synchronizer(tmp_path, early)
+    early.gate.set()
+    await publisher.publish(4, "keep")
+    early.gate.clear()
+    early.asked.clear()
+    publication = asyncio.create_task(publisher.publish(7, "keep"))
+    await early.asked.wait()
+    joining = asyncio.create_task(publisher.late_join(late))
+    await settle()
+    early.gate.set()
+    await asyncio.gather(publication, joining)
+    assert await late.version() == 7
+
+
+async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> None:
+    early, late = FakeEngine(), Gated()
+    publisher = synchronizer(tmp_path, early)
+    await publisher.publish(4, "keep")
+    joining = asyncio.create_task(publisher.late_join(late))
+    await late.asked.wait()
+    publication = asyncio.create_task(publisher.publish(7, "keep"))
+    await settle()
+    assert await early.version() == 4
+    late.gate.set()
+    await asyncio.gather(publication, joining)
+    assert [await engine.version() for engine in (early, late)] == [7, 7]
 
 
 async def test_close_frees_the_memory(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from tidemill.errors import RunError
 
@@ -15,6 +16,7 @@ T = TypeVar("T")
 # generation. A concurrency group of Ray would run on an event loop of its own, out of reach of the actor's tasks.
 MAX_CALLS = 100_000
 IO = "io"  # uploads run beside the training step
+WHY = re.compile(r"The actor (?:is dead|died) because (?:.*Worker exit detail: )?(.+?)(?:\.\s|\.?$)")
 CONTROL_TIMEOUT_S = 120.0  # of a call that an actor answers at once; a process that is stopped never does
 
 
@@ -35,6 +37,17 @@ async def call(name: str, reference: Awaitable[T], timeout_s: float | None = CON
     except RayTaskError as error:
         raise error.cause from error
     except RayActorError as error:
-        raise RunError(f"{name} died: {error}") from error
+        raise RunError(": ".join(filter(None, [f"{name} died", reason(error)]))) from error
     except TimeoutError as error:
         raise RunError(f"{name} did not answer within {timeout_s:g} s: its process is stuck or stopped") from error
+
+
+def reason(error: RayActorError) -> str:
+    """Why an actor died, on one line, or nothing where Ray does not know; its own text is long, and lists guesses."""
+    lines = str(error).strip().splitlines()
+    if error.actor_init_failed:
+        return lines[-1].strip()  # of the traceback: the error itself
+    for line in lines:
+        if match := WHY.search(line):
+            return match[1]
+    return "" if len(lines) > 1 or lines[0] == ActorDiedError.BASE_ERROR_MSG else lines[0]

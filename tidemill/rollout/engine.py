@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from tidemill.errors import EngineError, SyncError, TidemillError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
-from tidemill.rollout.engine_processes import children, end_processes, resident_bytes
+from tidemill.rollout.engine_processes import cause_of_death, children, end_processes, resident_bytes
 from tidemill.rollout.engine_settings import engine_environment, engine_settings
 from tidemill.rollout.sample import Flight, Sample, prompt_log_probs, sampling_options
 from tidemill.sections import RolloutConfig
@@ -32,6 +32,7 @@ from tidemill.sections import RolloutConfig
 __all__ = ["VllmEngine", "engine_environment"]
 CONTROL_TIMEOUT_S = 60.0
 ABORT_POLL_S = 0.01
+DEATH_POLL_S = 0.25
 T = TypeVar("T")
 
 
@@ -58,6 +59,7 @@ class VllmEngine:
         self._generated = 0
         self._flights: dict[str, Flight] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._watcher: asyncio.Task[None] | None = None
         self._open = asyncio.Event()
         self._updating = asyncio.Lock()
         self._children: list[Any] = []
@@ -73,7 +75,8 @@ class VllmEngine:
         try:
             async with asyncio.timeout(self._rollout.start_timeout_s):
                 await asyncio.to_thread(self._load)
-                await self._label_first_version()
+                self._watcher = asyncio.create_task(self._watch(self._llm))
+                await self._while_alive(self._label_first_version(), "start")
             self._open.set()
         except TimeoutError as error:
             raise EngineError(
@@ -123,24 +126,41 @@ class VllmEngine:
         flight = Flight(request_id, prompt_ids.tolist(), sampling, [Sample() for _ in range(sampling.n)])
         self._flights[request_id] = flight
         try:
-            await self._until_shutdown(self._fly(flight), f"request {request_id}")
+            await self._while_alive(self._fly(flight), f"request {request_id}")
         finally:
             del self._flights[request_id]
         self._generated += sum(len(sample.token_ids) for sample in flight.samples)
         return [sample.completion() for sample in flight.samples]
 
-    async def _until_shutdown(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Run `work`; `shutdown` makes it fail, since vLLM would leave it waiting for ever."""
-        task = asyncio.create_task(work)
+    async def _while_alive(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """Run `work`; the end of the engine makes it fail, since vLLM would leave it waiting for ever."""
+        caller, task = asyncio.current_task(), asyncio.create_task(work)
         self._tasks.add(task)
         try:
             return await task
-        except asyncio.CancelledError:
-            if self._llm is None:
-                raise EngineError(f"{what}: the engine was shut down") from None
-            raise
+        except (asyncio.CancelledError, Exception) as error:
+            end = self._end(what)
+            if end is None or (caller is not None and caller.cancelling()):
+                raise
+            raise end from error
         finally:
             self._tasks.discard(task)
+
+    async def _watch(self, llm: Any) -> None:
+        """Wait for the death of vLLM's core and end what waits for its answer."""
+        while not llm.errored:
+            await asyncio.sleep(DEATH_POLL_S)
+        for task in self._tasks:
+            task.cancel()
+
+    def _end(self, what: str) -> EngineError | None:
+        """Why nothing can be asked of the engine any more, or None while it lives."""
+        if self._llm is None:
+            return EngineError(f"{what}: the engine is not running")
+        if self._llm.errored:
+            ended = self._llm.engine_core.resources.engine_manager.finished_procs()
+            return EngineError(f"{what}: the engine for {self._model_path} died: {cause_of_death(ended)}")
+        return None
 
     async def _fly(self, flight: Flight) -> None:
         """Request what is missing until all samples have ended; more than once only when updates abort it."""
@@ -196,8 +216,9 @@ class VllmEngine:
             )
 
     def _running(self, what: str) -> Any:
-        if self._llm is None:
-            raise EngineError(f"{what}: the engine is not running")
+        end = self._end(what)
+        if end is not None:
+            raise end
         return self._llm
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -215,19 +236,29 @@ class VllmEngine:
         """See `protocols.Engine.update_weights`; updates that come at once are made one after the other.
 
         Bounded by `rollout.start_timeout_s`, and `group_timeout_s` where requests finish first.
+
+        Raises:
+            SyncError: the weights did not arrive whole.
+            EngineError: the engine died, or did not answer in time.
         """
         limit = self._rollout.start_timeout_s + (self._rollout.group_timeout_s if mode == "wait" else 0.0)
+        what = f"update to version {update.version}"
         async with self._updating:
-            llm = self._running(f"update to version {update.version}")
-            # What arrives meanwhile waits here, not in vLLM: its cache salt must be that of the new version.
-            self._open.clear()
-            try:
-                async with asyncio.timeout(limit):
-                    await llm.pause_generation(mode=mode, clear_cache=mode != "keep")
-                    await self._load_weights(llm, update)
-            except Exception as error:
-                raise SyncError(f"the engine could not load version {update.version}: {error}") from error
-            finally:
+            await self._while_alive(self._update(self._running(what), update, mode, limit), what)
+
+    async def _update(self, llm: Any, update: WeightUpdate, mode: PauseMode, limit: float) -> None:
+        # What arrives meanwhile waits here, not in vLLM: its cache salt must be that of the new version.
+        self._open.clear()
+        try:
+            async with asyncio.timeout(limit):
+                await llm.pause_generation(mode=mode, clear_cache=mode != "keep")
+                await self._load_weights(llm, update)
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not load version {update.version} within {limit:g} s") from error
+        except Exception as error:
+            raise SyncError(f"the engine could not load version {update.version}: {error}") from error
+        finally:
+            if self._end("resume") is None:
                 async with self._control("resume"):
                     await llm.resume_generation()
                 self._open.set()
@@ -251,7 +282,7 @@ class VllmEngine:
             output = await self._run(request_id, token_ids.tolist(), options)
             return prompt_log_probs(output.prompt_logprobs)
 
-        return await self._until_shutdown(work(), request_id)
+        return await self._while_alive(work(), request_id)
 
     async def version(self) -> int:
         """See `protocols.Engine.version`."""
@@ -271,9 +302,13 @@ class VllmEngine:
         """See `protocols.Engine.shutdown`; returns when no process is left."""
         llm, self._llm = self._llm, None
         self._open.clear()
-        for task in self._tasks:
+        for task in (*self._tasks, *filter(None, [self._watcher])):
             task.cancel()
         if llm is not None:
+            if llm.output_handler is not None:
+                # It would take the orderly end of the core for its death, and log it as an error.
+                llm.output_handler.cancel()
+                await asyncio.wait([llm.output_handler])
             await asyncio.to_thread(llm.shutdown, CONTROL_TIMEOUT_S)
             # vLLM closes its sockets and leaves their context open.
             await asyncio.to_thread(llm.engine_core.resources.ctx.destroy, 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -37,3 +38,22 @@ def end_processes(processes: Sequence[psutil.Process], patience_s: float = 10.0)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=patience_s)
+
+
+def cause_of_death(ended: Mapping[str, int]) -> str:
+    """What is known of processes that ended unasked, in words.
+
+    Args:
+        ended: exit codes by name; a negative one is the signal that killed the process.
+    """
+    if not ended:
+        return "its core stopped working, and the engine's log says why"
+    return ", ".join(f"its process {name} {ending(code)}" for name, code in ended.items())
+
+
+def ending(code: int) -> str:
+    """How a process ended."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = -code in set(signal.Signals)
+    return f"was killed by {signal.Signals(-code).name}" if known else f"was killed by signal {-code}"

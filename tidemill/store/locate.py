@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.config import RunConfig
+from tidemill.errors import ModelError, StoreError
 from tidemill.sections import StoreConfig
 from tidemill.store.models import ResolvedModel, default_cache, resolve_model
 from tidemill.store.object_store import parse_uri
@@ -44,15 +45,20 @@ class Locator:
 
         Raises:
             ModelError: it is not found, or is no model.
-            StoreError: the store cannot be reached or does not have it.
+            StoreError: the store cannot be reached.
         """
 
         def fetch(address: str, cache: Path) -> Path:
             del cache
             uri = model_source(address, self.registry) if address.startswith("models:/") else address
-            bucket, prefix = parse_uri(uri)
+            try:
+                bucket, prefix = parse_uri(uri)
+            except StoreError as error:
+                raise ModelError(f"model {address!r}: {error}") from error
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier try, perhaps of another model
             with open_store(self.store.model_copy(update={"bucket": bucket}), self.output) as store:
+                if not store.list(prefix):
+                    raise ModelError(f"model {address!r} does not exist: no object of {store.endpoint} has this prefix")
                 store.download_folder(prefix, folder)
             return folder
 

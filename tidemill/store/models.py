@@ -7,6 +7,7 @@ reading them could run code.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tidemill.store.smollm2 import SMOLLM2, packaged_smollm2
 
 Fetch = Callable[[str, Path], Path]
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
+SENTENCE = re.compile(r".+?(?=[.!?]\s|[.!?]?$)", re.MULTILINE)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -92,7 +94,7 @@ def snapshot(name: str, local: bool, source: str, tried: list[str]) -> Path | No
     try:
         folder = Path(snapshot_download(name, local_files_only=local, allow_patterns=PATTERNS))
     except (HTTPError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
-        tried.append(f"the {source} ({first_line(e)})")
+        tried.append(f"the {source} ({first_sentence(e)})")
         return None
     if local and lacks(folder):
         tried.append(f"the {source} (incomplete: lacks {', '.join(lacks(folder))})")
@@ -100,10 +102,10 @@ def snapshot(name: str, local: bool, source: str, tried: list[str]) -> Path | No
     return folder
 
 
-def first_line(error: BaseException) -> str:
-    """What went wrong, short enough for a list."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else type(error).__name__
+def first_sentence(error: BaseException) -> str:
+    """What went wrong, short enough for a list: of the first line the first sentence, whole."""
+    sentence = SENTENCE.match(str(error).strip())
+    return sentence[0] if sentence else type(error).__name__
 
 
 def looks_like_hub_name(name: str) -> bool:

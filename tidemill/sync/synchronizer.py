@@ -6,16 +6,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import numpy as np
 
-from tidemill.errors import ChainError, SyncError
+from tidemill.errors import ChainError, EngineError, RunError, SyncError, TidemillError
+from tidemill.failure import PASSING
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Engine, PauseMode, WeightUpdate
 from tidemill.records import Float32Array, Int32Array
 from tidemill.sections import SyncConfig
 from tidemill.sync.outbox import Outbox
 
+T = TypeVar("T")
 Score = Callable[[Int32Array], Awaitable[Float32Array]]
 WORST_TOKENS = 3
 NOISE_FLOOR, NOISE_FACTOR = 0.01, 10.0
@@ -51,6 +54,7 @@ class Synchronizer:
         self._newest: WeightUpdate | None = None
         self._reference: Float32Array | None = None
         self._bound = config.canary_max_gap
+        self._turn = asyncio.Lock()  # a version is adopted by all engines there are, or by one that joins, never both
 
     async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
         """Bring the trainer's present weights to every engine as `version`.
@@ -62,8 +66,15 @@ class Synchronizer:
             `sync/canary_gap`, the widest mean gap of any engine; and what the transport adds.
 
         Raises:
-            SyncError: no room, no answer before the deadline, an engine that refused, or a gap above the bound.
+            SyncError: no room, an engine that refused the weights, or a gap above the bound.
+            EngineError: an engine died or did not answer before the deadline.
+            RunError: an actor died, or the trainer did not answer before the deadline.
+            StoreError: an engine could not reach the object store.
         """
+        async with self._turn:
+            return await self._publish(version, mode)
+
+    async def _publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
         timings = Timings()
         with timings.phase("sync_export"):
             async with self._deadline(f"export version {version}"):
@@ -83,17 +94,18 @@ class Synchronizer:
     async def late_join(self, engine: Engine) -> None:
         """Give an engine that started, or started again, the newest version; later ones reach it too.
 
+        A publication under way ends first, and one that comes meanwhile waits.
+
         Raises:
-            SyncError: as in `publish`.
+            SyncError, EngineError, RunError, StoreError: as in `publish`.
         """
-        if engine not in self._engines:
-            self._engines.append(engine)
-        if self._newest is not None:
-            newest = self._newest
-            adopted = await self._adopt(newest, [engine], "keep", f"adopt version {newest.version} late")
-            if self._newest is newest:  # no newer one was published meanwhile
-                self._newest = adopted
-            await self._check_canary([engine])
+        async with self._turn:
+            if engine not in self._engines:
+                self._engines.append(engine)
+            if self._newest is not None:
+                what = f"adopt version {self._newest.version} late"
+                self._newest = await self._adopt(self._newest, [engine], "keep", what)
+                await self._check_canary([engine])
 
     def close(self) -> None:
         """Free what the outbox holds; engines keep the weights they adopted."""
@@ -112,24 +124,39 @@ class Synchronizer:
         await self._all(engines, lambda engine: engine.update_weights(snapshot, mode), what)
         return snapshot
 
-    async def _all(self, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]], what: str) -> None:
+    async def _all(self, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[T]], what: str) -> list[T]:
         """Call engines at once and let all of them end, so that none is left in the middle of an update."""
-        async with self._deadline(what):
-            results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
-        failures = [(engine, result) for engine, result in zip(engines, results, strict=True) if result is not None]
+        calls = [self._answer(call(engine), what) for engine in engines]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        answers, failures = [], {}
+        for engine, result in zip(engines, results, strict=True):
+            if isinstance(result, BaseException):
+                failures[f"engine {self._engines.index(engine)}"] = result
+            else:
+                answers.append(result)
         if failures:
-            text = "; ".join(f"engine {self._engines.index(engine)}: {error}" for engine, error in failures)
-            kind = ChainError if any(isinstance(error, ChainError) for _, error in failures) else SyncError
-            raise kind(f"{len(failures)} of {len(results)} engines did not {what}: {text}") from failures[0][1]
+            text = "; ".join(named(name, error) for name, error in failures.items())
+            kind, cause = gravest(list(failures.values()))
+            raise kind(f"{len(failures)} of {len(results)} engines did not {what}: {text}") from cause
+        return answers
+
+    async def _answer(self, call: Awaitable[T], what: str) -> T:
+        """What an engine answers before the deadline."""
+        limit = self._config.timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                return await call
+        except TimeoutError as error:
+            raise EngineError(f"could not {what} within sync.timeout_s = {limit} s") from error
 
     async def _check_canary(self, engines: Sequence[Engine]) -> float:
         """The widest mean gap of `engines`; 0 where the check is off."""
         if self._config.canary_max_gap is None or self._newest is None:
             return 0.0
-        async with self._deadline("score the canary"):
-            if self._reference is None:
+        if self._reference is None:
+            async with self._deadline("score the canary"):
                 self._reference = await self._score(self._canary)
-            scores = await asyncio.gather(*(engine.score(self._canary) for engine in engines))
+        scores = await self._all(engines, lambda engine: engine.score(self._canary), "score the canary")
         return max(
             self._gap(self._engines.index(engine), self._reference, score)
             for engine, score in zip(engines, scores, strict=True)
@@ -154,8 +181,24 @@ class Synchronizer:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[None]:
+        """Of the trainer."""
+        limit = self._config.timeout_s
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(limit):
                 yield
         except TimeoutError as error:
-            raise SyncError(f"could not {what} within sync.timeout_s = {self._config.timeout_s} s") from error
+            raise RunError(f"the trainer could not {what} within sync.timeout_s = {limit} s") from error
+
+
+def gravest(errors: Sequence[BaseException]) -> tuple[type[TidemillError], BaseException]:
+    """What to raise for failures of engines, and for which: what another try may mend comes first, as it is."""
+    for kind in (*PASSING, ChainError):
+        for error in errors:
+            if isinstance(error, kind):
+                return kind, error
+    return SyncError, errors[0]
+
+
+def named(engine: str, error: BaseException) -> str:
+    """The text of an error behind the name of its engine; that of an actor that died has it already."""
+    return str(error) if str(error).startswith(engine) else f"{engine}: {error}"
