@@ -42,7 +42,7 @@ LAYERS = (
     ("tidemill.actors",),
     ("tidemill.run",),
     ("tidemill.scoring", "tidemill.steps"),
-    ("tidemill.launch",),
+    ("tidemill.interrupt", "tidemill.launch", "tidemill.outcome", "tidemill.run_folder"),
     ("tidemill.cli",),
     ("tidemill_components",),
     ("tidemill_pipelines",),

@@ -27,21 +27,19 @@ def run(arguments: argparse.Namespace) -> int:
     """The whole pipeline."""
     from rich.console import Console
 
-    from tidemill.launch import earlier, fresh, launch
+    from tidemill.launch import go_on, start
     from tidemill.run_file import load_config
+    from tidemill.run_folder import earlier
 
     need_kfp()
     overrides = list(arguments.overrides)
     if arguments.resume:
         overrides = [*filter(None, [arguments.file]), *overrides]
         config = earlier(arguments.resume, Path(arguments.output), overrides)
-    elif arguments.file:
-        config = fresh(load_config(arguments.file, overrides))
-    else:
-        raise ConfigError(
-            "file", None, "a run file, or --resume NAME", "For example: tidemill run examples/addition.yaml"
-        )
-    return launch(config, Console())
+        return go_on(config, Console())
+    if arguments.file:
+        return start(load_config(arguments.file, overrides), Console())
+    raise ConfigError("file", None, "a run file, or --resume NAME", "For example: tidemill run examples/addition.yaml")
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -51,7 +49,7 @@ def train(arguments: argparse.Namespace) -> int:
     from tidemill.run_file import load_config
 
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
-    from tidemill.launch import show
+    from tidemill.outcome import show
     from tidemill.preflight import check_restart
     from tidemill.run import train as run_train
     from tidemill.store.locate import pin_model
