@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from tidemill import __version__
 
@@ -63,6 +64,20 @@ Serves the MLflow pages of all runs below a folder, until Ctrl-C.
 """
 
 
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command line; settings may stand before, between and behind its options.
+
+    argparse takes all positional arguments from where the first ones stand, so that those further on are added here.
+    """
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their help."""
     parser = argparse.ArgumentParser("tidemill", description=DESCRIPTION, epilog=EPILOG, formatter_class=Help)
@@ -72,15 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = add(commands, "run", "run the whole pipeline on this machine", RUN)
     run.add_argument("file", nargs="?", help="the run, as YAML")
-    run.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help="settings that replace those of the file")
+    settings(run)
     run.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
-    run.add_argument("--output", default="runs", help="with --resume: the folder of runs (default: runs)")
+    run.add_argument("--output", help="folder of runs (default: runs, or what the file says)")
 
     train = add(commands, "train", "train only, without the pipeline around it", TRAIN)
     evaluate = add(commands, "evaluate", "score a model on held-out prompts", EVALUATE)
     for command in (train, evaluate):
         command.add_argument("file", help="the run, as YAML")
-        command.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help="settings that replace the file's")
+        settings(command)
 
     generate = add(commands, "generate", "let a model answer", GENERATE)
     generate.add_argument("model", help="which model")
@@ -104,6 +119,13 @@ def build_parser() -> argparse.ArgumentParser:
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
     return parser
+
+
+def settings(command: argparse.ArgumentParser) -> None:
+    """Overrides of a run file; the default keeps them out of what argparse calls required."""
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY.PATH=VALUE", help="instead of what the file says"
+    )
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

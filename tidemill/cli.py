@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
-from tidemill.arguments import build_parser
+from tidemill.arguments import parse
 from tidemill.errors import ConfigError, EngineError, RunError, TidemillError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -32,14 +33,38 @@ def run(arguments: argparse.Namespace) -> int:
     from tidemill.run_folder import earlier
 
     need_kfp()
-    overrides = list(arguments.overrides)
     if arguments.resume:
-        overrides = [*filter(None, [arguments.file]), *overrides]
-        config = earlier(arguments.resume, Path(arguments.output), overrides)
+        config = earlier(arguments.resume, Path(arguments.output or "runs"), resumed_overrides(arguments))
         return go_on(config, Console())
     if arguments.file:
-        return start(load_config(arguments.file, overrides), Console())
+        return start(load_config(arguments.file, [*arguments.overrides, *output_override(arguments)]), Console())
     raise ConfigError("file", None, "a run file, or --resume NAME", "For example: tidemill run examples/addition.yaml")
+
+
+def resumed_overrides(arguments: argparse.Namespace) -> list[str]:
+    """Settings behind `--resume`, where the first one stands in the place of the file.
+
+    Raises:
+        ConfigError: it is a file.
+    """
+    first = [] if arguments.file is None else [arguments.file]
+    if first and ("=" not in first[0] or Path(first[0]).is_file()):
+        fix = f"`tidemill run --resume {arguments.resume}` reads the settings that the run was started with."
+        raise ConfigError("file", first[0], "a file or --resume, not both", fix)
+    return [*first, *arguments.overrides]
+
+
+def output_override(arguments: argparse.Namespace) -> list[str]:
+    """`--output` as a setting.
+
+    Raises:
+        ConfigError: the setting is there too.
+    """
+    if arguments.output is None:
+        return []
+    if any(override.partition("=")[0] == "output" for override in arguments.overrides):
+        raise ConfigError("output", arguments.output, "either --output or output=, not both", "Leave one of them out.")
+    return [f"output={json.dumps(arguments.output)}"]
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -225,7 +250,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 failed, 2 misused, 130 interrupted."""
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(argv)
     try:
         return COMMANDS[arguments.command](arguments)
     except TidemillError as error:

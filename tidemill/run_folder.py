@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -47,18 +48,28 @@ def fresh(config: RunConfig) -> RunConfig:
     raise AssertionError("count() has no end")
 
 
-def earlier(name: str, output: Path, overrides: list[str]) -> RunConfig:
-    """The settings that the run of this name was started with.
+def earlier(name: str, output: Path, overrides: Sequence[str]) -> RunConfig:
+    """The settings that the run of this name was started with, and changes of them.
+
+    `output` is where the run lies now; its folder may have been moved.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such run, or name or output are to change, by which its checkpoints are found.
     """
     path = output.resolve() / name / "config.yaml"
     if not path.is_file():
         found = sorted(file.parent.name for file in output.glob("*/config.yaml"))
         allowed = f"a run below {output}: {', '.join(found) or 'there is none'}"
         raise ConfigError("resume", name, allowed, "Name one of them, or its folder with --output.")
-    return load_config(path, overrides)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in ("name", "output"):
+            fix = "--output says where an earlier run lies." if key == "output" else "Leave it out, or start a new run."
+            raise ConfigError(key, value, "what the run has; --resume cannot change it", fix)
+    config = load_config(path, [*overrides, f"output={json.dumps(str(output.resolve()))}"])
+    if config.name != name:
+        raise ConfigError("resume", name, f"the run's own name, {config.name}", "Give its folder that name again.")
+    return config
 
 
 def begin(config: RunConfig) -> Path:

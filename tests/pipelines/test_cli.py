@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tidemill import __version__
-from tidemill.arguments import build_parser
-from tidemill.cli import COMMANDS, free_port, main
+from tidemill.arguments import parse
+from tidemill.cli import COMMANDS, free_port, main, output_override
 from tidemill.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,8 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "nowhere.yaml"], "nowhere.yaml"),
         (["run"], "file = None: allowed is a run file, or --resume NAME"),
         (["run", "--resume", "addition-9"], "resume = 'addition-9'"),
+        (["run", EXAMPLE, "--resume", "addition-9"], "a file or --resume, not both"),
+        (["run", EXAMPLE, "--output", "a", "output=b"], "output = 'a': allowed is either --output or output="),
         (["train", EXAMPLE, "trainer.steps=0"], "trainer.steps = 0"),
         (["evaluate", EXAMPLE, "data.held_out=null", "registry.min_score=null", "evaluation.every=0"], "data.held_out"),
         (["ui", "--output", "nowhere"], "nowhere': allowed is a folder of runs with mlflow.db"),
@@ -105,9 +107,39 @@ def test_any_port_is_found_for_zero() -> None:
 
 def test_unknown_command_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        build_parser().parse_args(["learn"])
+        parse(["learn"])
     assert caught.value.code == 2
     assert "evaluate" in capsys.readouterr().err
+
+
+def test_settings_may_stand_around_the_options() -> None:
+    arguments = parse(["run", "a.yaml", "seed=1", "--output", "here", "seed=2", "--resume", "b", "seed=3"])
+    assert (arguments.file, arguments.overrides) == ("a.yaml", ["seed=1", "seed=2", "seed=3"])
+    assert (arguments.output, arguments.resume) == ("here", "b")
+
+
+@pytest.mark.parametrize("argv", [["run", "a.yaml", "--resume", "b", "--stepz"], ["ui", "more"]])
+def test_arguments_that_are_none_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(argv)
+    assert f"unrecognized arguments: {argv[-1]}" in capsys.readouterr().err
+
+
+def test_settings_are_not_said_to_be_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["train"])
+    assert "required: file\n" in capsys.readouterr().err
+
+
+def test_output_is_a_setting_of_a_new_run() -> None:
+    assert output_override(parse(["run", "a.yaml", "--output", "1e3: #x"])) == ['output="1e3: #x"']
+    assert output_override(parse(["run", "a.yaml", "output=b"])) == []
+
+
+def test_output_of_a_new_run_is_where_it_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there").write_text("a file")
+    assert main(["run", EXAMPLE, "--output", str(tmp_path / "there")]) == 1
+    assert str(tmp_path / "there") in capsys.readouterr().err
 
 
 QUIET = """

@@ -126,6 +126,22 @@ def test_unknown_run_is_refused_with_those_that_exist(example: RunConfig, tmp_pa
         earlier("addition-7", tmp_path, [])
 
 
+@pytest.mark.parametrize("change", ["name=other", "output=elsewhere"])
+def test_resumed_run_keeps_name_and_output(addition: RunConfig, change: str) -> None:
+    begin(addition)
+    with pytest.raises(ConfigError, match=change.replace("=", " = '")):
+        earlier("addition", addition.output, [change])
+
+
+def test_run_whose_folder_was_moved_goes_on_there(addition: RunConfig, tmp_path: Path) -> None:
+    begin(addition)
+    addition.output.rename(tmp_path / "moved: here")
+    assert earlier("addition", tmp_path / "moved: here", []).output == tmp_path / "moved: here"
+    (tmp_path / "moved: here/addition").rename(tmp_path / "moved: here/other")
+    with pytest.raises(ConfigError, match="the run's own name, addition"):
+        earlier("other", tmp_path / "moved: here", [])
+
+
 def test_second_run_below_the_same_folder_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     with (
         exclusive(tmp_path, "addition-1"),
