@@ -26,8 +26,8 @@ and the trained model stand. Ctrl-C ends everything; --resume goes on from the n
   tidemill run --resume addition-1
 """
 TRAIN = """
-Training alone: no pipeline, no registry. With RAY_ADDRESS set it joins that Ray, else it starts one. A second start
-under the same name goes on from the newest checkpoint.
+Training alone: no pipeline, no score at the end, no registry. With RAY_ADDRESS set it joins that Ray, else it starts
+one. The folder runs/NAME is that of `run`; a second start under the same name goes on from the newest checkpoint.
 
   tidemill train examples/addition.yaml name=probe trainer.steps=5
 """

@@ -12,13 +12,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 from tidemill.arguments import parse
+from tidemill.chatter import diverted
 from tidemill.errors import ConfigError, EngineError, RunError, TidemillError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -69,21 +70,15 @@ def output_override(arguments: argparse.Namespace) -> list[str]:
 
 def train(arguments: argparse.Namespace) -> int:
     """The engine alone."""
-    from rich.console import Console
-
     from tidemill.run_file import load_config
 
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
-    from tidemill.outcome import show
-    from tidemill.preflight import check_restart
+    config = load_config(arguments.file, [*provider, *arguments.overrides])
+    from tidemill.attendance import attend
     from tidemill.run import train as run_train
     from tidemill.store.locate import pin_model
 
-    config = pin_model(load_config(arguments.file, [*provider, *arguments.overrides]))
-    check_restart(config)
-    config.folder.mkdir(parents=True, exist_ok=True)
-    show(config, run_train(config), Console())
-    return 0
+    return attend(pin_model(config), run_train, debug=arguments.debug)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -127,30 +122,9 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def quiet(debug: bool) -> Iterator[None]:
-    """Keep the chatter of libraries and of their processes off the screen, unless it is asked for.
-
-    After success standard error stays closed, for what they say while the interpreter ends.
-    """
-    if debug:
-        yield
-        return
-    sys.stdout.flush()
-    output, errors = os.dup(1), os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    except BaseException:
-        os.dup2(errors, 2)
-        raise
-    finally:
-        sys.stdout.flush()
-        os.dup2(output, 1)
-        for descriptor in (output, errors, nowhere):
-            os.close(descriptor)
+def quiet(debug: bool) -> AbstractContextManager[object]:
+    """Keep the chatter of libraries and of their processes off the screen, unless it is asked for."""
+    return nullcontext() if debug else diverted(os.devnull)
 
 
 def compile_pipeline(arguments: argparse.Namespace) -> int:
