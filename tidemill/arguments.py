@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from tidemill import __version__
@@ -38,7 +39,8 @@ Answers the held-out prompts of a run file greedily and prints score and answers
   tidemill evaluate examples/addition.yaml model=models:/addition/1 a registered version
 """
 GENERATE = """
-MODEL is a local folder, s3://BUCKET/PREFIX, models:/NAME/VERSION of the registry, or a Hugging Face name.
+MODEL is a local folder, s3://BUCKET/PREFIX, models:/NAME/VERSION of the registry, or a Hugging Face name. Where there
+are several prompts, each stands above its answer.
 
   tidemill generate models:/addition/1 "Compute 2 + 6. Reply with the number only."
   tidemill generate runs/addition-1/model "Compute 2 + 6." "Compute 9 + 9." --temperature 1
@@ -99,10 +101,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = add(commands, "generate", "let a model answer", GENERATE)
     generate.add_argument("model", help="which model")
-    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="what to answer")
+    generate.add_argument("prompts", nargs="+", type=text, metavar="PROMPT", help="what to answer")
     generate.add_argument("--system", help="system message")
-    generate.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
+    generate.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer (default: 64)")
+    generate.add_argument(
+        "--temperature", type=temperature, default=0.0, help="0 takes the likeliest token (default: 0)"
+    )
     generate.add_argument("--output", default="runs", help="folder of runs with store and registry (default: runs)")
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
@@ -126,6 +130,31 @@ def settings(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "overrides", nargs="*", default=[], metavar="KEY.PATH=VALUE", help="instead of what the file says"
     )
+
+
+def text(word: str) -> str:
+    """An argument that says something."""
+    if not word.strip():
+        raise argparse.ArgumentTypeError("it is empty")
+    return word
+
+
+def positive(word: str) -> int:
+    """An argument that is a number of at least 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
+    return int(word)
+
+
+def temperature(word: str) -> float:
+    """An argument that is a number of at least 0."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 on")
+    return number
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

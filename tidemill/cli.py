@@ -23,6 +23,7 @@ from tidemill.chatter import diverted
 from tidemill.errors import ConfigError, EngineError, RunError, TidemillError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+MAX_PORT = 65535
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,10 +84,15 @@ def train(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score and answers of a model."""
+    from tidemill.preflight import check_inputs, check_model
     from tidemill.run_file import load_config
     from tidemill.steps import score
 
     config = load_config(arguments.file, arguments.overrides)
+    if config.data.held_out is None:
+        raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")
+    check_inputs(config)
+    check_model(config)
     with quiet(arguments.debug):
         evaluation = score(config, config.model)
     for answer in evaluation.answers:
@@ -98,7 +104,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Answers of a model, one a line block."""
+    """Answers of a model, each below its prompt if there are several."""
     from tidemill.config import StoreConfig
     from tidemill.rollout.generate import generate_text
     from tidemill.store.locate import Locator
@@ -117,8 +123,8 @@ def generate(arguments: argparse.Namespace) -> int:
             temperature=arguments.temperature,
             system_prompt=arguments.system,
         )
-    for answer in answers:
-        print(answer)
+    for prompt, answer in zip(arguments.prompts, answers, strict=True):
+        print(answer if len(answers) == 1 else f"> {prompt}\n{answer}\n")
     return 0
 
 
@@ -191,13 +197,15 @@ def free_port(wanted: int) -> int:
     """The wanted port, or any for 0.
 
     Raises:
-        ConfigError: somebody listens on it.
+        ConfigError: somebody listens on it, or it is none.
     """
+    if not 0 <= wanted <= MAX_PORT:
+        raise ConfigError("port", wanted, f"a number from 0 to {MAX_PORT}", "0 finds a free port.")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", wanted))
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise ConfigError(
                 "port", wanted, "a free port", f"{error}. Take another with --port; 0 finds one."
             ) from error
