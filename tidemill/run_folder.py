@@ -128,4 +128,4 @@ def label(lock: int, name: str) -> None:
         os.ftruncate(lock, 0)
         os.write(lock, f"{name} (process {os.getpid()})".encode())
     except OSError as error:
-        raise RunError(f"cannot write run.lock: {error}") from error
+        raise RunError(f"cannot write run.lock in the folder of runs: {error}. Name another with output=...") from error
