@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Sequence
 
 from tidemill import __version__
 
@@ -25,8 +27,8 @@ and the trained model stand. Ctrl-C ends everything; --resume goes on from the n
   tidemill run --resume addition-1
 """
 TRAIN = """
-Training alone: no pipeline, no registry. With RAY_ADDRESS set it joins that Ray, else it starts one. A second start
-under the same name goes on from the newest checkpoint.
+Training alone: no pipeline, no score at the end, no registry. With RAY_ADDRESS set it joins that Ray, else it starts
+one. The folder runs/NAME is that of `run`; a second start under the same name goes on from the newest checkpoint.
 
   tidemill train examples/addition.yaml name=probe trainer.steps=5
 """
@@ -37,7 +39,8 @@ Answers the held-out prompts of a run file greedily and prints score and answers
   tidemill evaluate examples/addition.yaml model=models:/addition/1 a registered version
 """
 GENERATE = """
-MODEL is a local folder, s3://BUCKET/PREFIX, models:/NAME/VERSION of the registry, or a Hugging Face name.
+MODEL is a local folder, s3://BUCKET/PREFIX, models:/NAME/VERSION of the registry, or a Hugging Face name. Where there
+are several prompts, each stands above its answer.
 
   tidemill generate models:/addition/1 "Compute 2 + 6. Reply with the number only."
   tidemill generate runs/addition-1/model "Compute 2 + 6." "Compute 9 + 9." --temperature 1
@@ -63,6 +66,20 @@ Serves the MLflow pages of all runs below a folder, until Ctrl-C.
 """
 
 
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command line; settings may stand before, between and behind its options.
+
+    argparse takes all positional arguments from where the first ones stand, so that those further on are added here.
+    """
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their help."""
     parser = argparse.ArgumentParser("tidemill", description=DESCRIPTION, epilog=EPILOG, formatter_class=Help)
@@ -72,22 +89,24 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = add(commands, "run", "run the whole pipeline on this machine", RUN)
     run.add_argument("file", nargs="?", help="the run, as YAML")
-    run.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help="settings that replace those of the file")
+    settings(run)
     run.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
-    run.add_argument("--output", default="runs", help="with --resume: the folder of runs (default: runs)")
+    run.add_argument("--output", help="folder of runs (default: runs, or what the file says)")
 
     train = add(commands, "train", "train only, without the pipeline around it", TRAIN)
     evaluate = add(commands, "evaluate", "score a model on held-out prompts", EVALUATE)
     for command in (train, evaluate):
         command.add_argument("file", help="the run, as YAML")
-        command.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help="settings that replace the file's")
+        settings(command)
 
     generate = add(commands, "generate", "let a model answer", GENERATE)
     generate.add_argument("model", help="which model")
-    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="what to answer")
+    generate.add_argument("prompts", nargs="+", type=text, metavar="PROMPT", help="what to answer")
     generate.add_argument("--system", help="system message")
-    generate.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
+    generate.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer (default: 64)")
+    generate.add_argument(
+        "--temperature", type=temperature, default=0.0, help="0 takes the likeliest token (default: 0)"
+    )
     generate.add_argument("--output", default="runs", help="folder of runs with store and registry (default: runs)")
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
@@ -104,6 +123,38 @@ def build_parser() -> argparse.ArgumentParser:
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
     return parser
+
+
+def settings(command: argparse.ArgumentParser) -> None:
+    """Overrides of a run file; the default keeps them out of what argparse calls required."""
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY.PATH=VALUE", help="instead of what the file says"
+    )
+
+
+def text(word: str) -> str:
+    """An argument that says something."""
+    if not word.strip():
+        raise argparse.ArgumentTypeError("it is empty")
+    return word
+
+
+def positive(word: str) -> int:
+    """An argument that is a number of at least 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
+    return int(word)
+
+
+def temperature(word: str) -> float:
+    """An argument that is a number of at least 0."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 on")
+    return number
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -7,68 +7,92 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
-from tidemill.arguments import build_parser
+from tidemill.arguments import parse
+from tidemill.chatter import diverted
 from tidemill.errors import ConfigError, EngineError, RunError, TidemillError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+MAX_PORT = 65535
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The whole pipeline."""
     from rich.console import Console
 
-    from tidemill.launch import earlier, fresh, launch
+    from tidemill.launch import go_on, start
     from tidemill.run_file import load_config
+    from tidemill.run_folder import earlier
 
     need_kfp()
-    overrides = list(arguments.overrides)
     if arguments.resume:
-        overrides = [*filter(None, [arguments.file]), *overrides]
-        config = earlier(arguments.resume, Path(arguments.output), overrides)
-    elif arguments.file:
-        config = fresh(load_config(arguments.file, overrides))
-    else:
-        raise ConfigError(
-            "file", None, "a run file, or --resume NAME", "For example: tidemill run examples/addition.yaml"
-        )
-    return launch(config, Console())
+        config = earlier(arguments.resume, Path(arguments.output or "runs"), resumed_overrides(arguments))
+        return go_on(config, Console())
+    if arguments.file:
+        return start(load_config(arguments.file, [*arguments.overrides, *output_override(arguments)]), Console())
+    raise ConfigError("file", None, "a run file, or --resume NAME", "For example: tidemill run examples/addition.yaml")
+
+
+def resumed_overrides(arguments: argparse.Namespace) -> list[str]:
+    """Settings behind `--resume`, where the first one stands in the place of the file.
+
+    Raises:
+        ConfigError: it is a file.
+    """
+    first = [] if arguments.file is None else [arguments.file]
+    if first and ("=" not in first[0] or Path(first[0]).is_file()):
+        fix = f"`tidemill run --resume {arguments.resume}` reads the settings that the run was started with."
+        raise ConfigError("file", first[0], "a file or --resume, not both", fix)
+    return [*first, *arguments.overrides]
+
+
+def output_override(arguments: argparse.Namespace) -> list[str]:
+    """`--output` as a setting.
+
+    Raises:
+        ConfigError: the setting is there too.
+    """
+    if arguments.output is None:
+        return []
+    if any(override.partition("=")[0] == "output" for override in arguments.overrides):
+        raise ConfigError("output", arguments.output, "either --output or output=, not both", "Leave one of them out.")
+    return [f"output={json.dumps(arguments.output)}"]
 
 
 def train(arguments: argparse.Namespace) -> int:
     """The engine alone."""
-    from rich.console import Console
-
     from tidemill.run_file import load_config
 
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
-    from tidemill.launch import show
-    from tidemill.preflight import check_restart
+    config = load_config(arguments.file, [*provider, *arguments.overrides])
+    from tidemill.attendance import attend
     from tidemill.run import train as run_train
     from tidemill.store.locate import pin_model
 
-    config = pin_model(load_config(arguments.file, [*provider, *arguments.overrides]))
-    check_restart(config)
-    config.folder.mkdir(parents=True, exist_ok=True)
-    show(config, run_train(config), Console())
-    return 0
+    return attend(pin_model(config), run_train, debug=arguments.debug)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score and answers of a model."""
+    from tidemill.preflight import check_inputs, check_model
     from tidemill.run_file import load_config
     from tidemill.steps import score
 
     config = load_config(arguments.file, arguments.overrides)
+    if config.data.held_out is None:
+        raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")
+    check_inputs(config)
+    check_model(config)
     with quiet(arguments.debug):
         evaluation = score(config, config.model)
     for answer in evaluation.answers:
@@ -80,7 +104,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Answers of a model, one a line block."""
+    """Answers of a model, each below its prompt if there are several."""
     from tidemill.rollout.generate import generate_text
     from tidemill.sections import StoreConfig
     from tidemill.store.locate import Locator
@@ -99,35 +123,14 @@ def generate(arguments: argparse.Namespace) -> int:
             temperature=arguments.temperature,
             system_prompt=arguments.system,
         )
-    for answer in answers:
-        print(answer)
+    for prompt, answer in zip(arguments.prompts, answers, strict=True):
+        print(answer if len(answers) == 1 else f"> {prompt}\n{answer}\n")
     return 0
 
 
-@contextmanager
-def quiet(debug: bool) -> Iterator[None]:
-    """Keep the chatter of libraries and of their processes off the screen, unless it is asked for.
-
-    After success standard error stays closed, for what they say while the interpreter ends.
-    """
-    if debug:
-        yield
-        return
-    sys.stdout.flush()
-    output, errors = os.dup(1), os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    except BaseException:
-        os.dup2(errors, 2)
-        raise
-    finally:
-        sys.stdout.flush()
-        os.dup2(output, 1)
-        for descriptor in (output, errors, nowhere):
-            os.close(descriptor)
+def quiet(debug: bool) -> AbstractContextManager[object]:
+    """Keep the chatter of libraries and of their processes off the screen, unless it is asked for."""
+    return nullcontext() if debug else diverted(os.devnull)
 
 
 def compile_pipeline(arguments: argparse.Namespace) -> int:
@@ -194,13 +197,15 @@ def free_port(wanted: int) -> int:
     """The wanted port, or any for 0.
 
     Raises:
-        ConfigError: somebody listens on it.
+        ConfigError: somebody listens on it, or it is none.
     """
+    if not 0 <= wanted <= MAX_PORT:
+        raise ConfigError("port", wanted, f"a number from 0 to {MAX_PORT}", "0 finds a free port.")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", wanted))
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise ConfigError(
                 "port", wanted, "a free port", f"{error}. Take another with --port; 0 finds one."
             ) from error
@@ -227,7 +232,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 failed, 2 misused, 130 interrupted."""
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(argv)
     try:
         return COMMANDS[arguments.command](arguments)
     except TidemillError as error:

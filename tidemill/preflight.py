@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import psutil
 from safetensors import safe_open
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, RunError
+from tidemill.errors import ConfigError, DataError, RunError
+from tidemill.rollout.prompts import take
 from tidemill.rollout.rewards import resolve
-from tidemill.rollout.sources import load_rows
+from tidemill.rollout.sources import Row, load_rows
 from tidemill.store.checkpoint import has_checkpoints
-from tidemill.store.models import default_cache, looks_like_hub_name, resolve_model
+from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
 from tidemill.store.object_store import ObjectStore, credentials
+from tidemill.store.smollm2 import SMOLLM2
 from tidemill.store.weed import find_binary
 
 GIB = 2**30
+NEED_ANSWERS = ("exact_number", "math_verify")
+PORTS = {"http": 80, "https": 443}
+PROBE_TIMEOUT_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 RAY_OBJECT_STORE = GIB // 2
 PROCESS = 3 * GIB // 2  # what a process with torch and vLLM imported takes before it holds a model
@@ -30,27 +39,61 @@ EXPORTED_BYTES_PER_WEIGHT = 2
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Read every prompt and find every reward function.
+    """Read every prompt, find every reward function, and see that each has the answers it needs.
 
     Raises:
         ConfigError, DataError, RewardError: naming the setting, the file and line, or the function.
     """
-    load_rows(config.data.train, config.data)
-    if config.data.held_out is not None:
-        load_rows(config.data.held_out, config.data, "data.held_out")
+    sources = {"data.train": config.data.train, "data.held_out": config.data.held_out}
+    rows = {key: load_rows(source, config.data, key) for key, source in sources.items() if source is not None}
     for reward in config.rewards:
         resolve(reward.function)
+        if reward.function in NEED_ANSWERS:
+            for key, found in rows.items():
+                check_answers(found, config.data.answer_key, f"{key} = {sources[key]}", reward.function)
+
+
+def check_answers(rows: Sequence[Row], answer_key: str, source: str, function: str) -> None:
+    """Refuse rows that a reward function cannot score.
+
+    Raises:
+        DataError: naming the first row without an answer, counted from 1.
+    """
+    for number, row in enumerate(rows, start=1):
+        if take(dict(row), answer_key) is None:
+            raise DataError(
+                f"{source}: row {number} has no answer in {answer_key!r}, which the reward {function} needs; it has "
+                f"{sorted(row)}. Set data.answer_key to the right one, or take another reward."
+            )
 
 
 def check_model(config: RunConfig) -> None:
-    """Look at a model that is a folder; one that lies elsewhere is brought here by `provision`.
+    """Look at a model that is on this machine; one that lies elsewhere is brought here by `provision`.
 
     Raises:
         ModelError: there is no such folder, or it is no model.
+        ConfigError: the longest prompt and response do not fit its context.
     """
     remote = config.model.startswith(("s3://", "models:/")) or looks_like_hub_name(config.model)
-    if not remote or Path(config.model).is_dir():
-        resolve_model(config.model, default_cache())
+    if not remote or Path(config.model).expanduser().is_dir():
+        folder: Path | None = resolve_model(config.model, default_cache()).path
+    else:
+        folder = present(config.model)
+    wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    context = None if folder is None else context_of(folder)
+    if context is not None and wanted > context:
+        allowed = f"at most the {context} tokens of context of {config.model}"
+        raise ConfigError("data.max_prompt_tokens + rollout.max_new_tokens", wanted, allowed, "Lower one of the two.")
+
+
+def present(name: str) -> Path | None:
+    """The folder of a published model that was brought or converted earlier, without a look at the network."""
+    if not looks_like_hub_name(name):
+        return None
+    converted = default_cache() / "models" / name.partition("/")[2] if name == SMOLLM2 else None
+    if converted is not None and converted.is_dir():
+        return converted
+    return snapshot(name, True, "Hugging Face cache", [])
 
 
 def count_weights(folder: Path) -> int:
@@ -63,15 +106,47 @@ def count_weights(folder: Path) -> int:
 
 
 def check_store(config: RunConfig) -> None:
-    """See that the embedded server can be started, or that the configured one answers and lets us write.
+    """See that the embedded server can be started or the configured one lets us write; look for Ray and MLflow too.
 
     Raises:
         StoreError, ConfigError: naming the endpoint, the program or the missing key.
     """
+    check_cluster(config)
+    check_tracking(config.tracking.uri)
     if config.store.endpoint == "embedded":
         find_binary()
     else:
         ObjectStore.connect(config.store.endpoint, config.store.bucket, *credentials())
+
+
+def check_cluster(config: RunConfig) -> None:
+    """Refuse to join a Ray that nobody named.
+
+    Raises:
+        ConfigError: RAY_ADDRESS is not set.
+    """
+    if config.cluster.provider == "existing" and not os.environ.get("RAY_ADDRESS"):
+        allowed = "existing with RAY_ADDRESS set"
+        raise ConfigError("cluster.provider", "existing", allowed, "Set RAY_ADDRESS, or choose local.")
+
+
+def check_tracking(uri: str | None) -> None:
+    """See that something listens at the address of an MLflow server; one behind a proxy is left to MLflow.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    parts = urlsplit(uri or "")
+    if parts.scheme not in PORTS:
+        return
+    host = parts.hostname or ""
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return
+    try:
+        socket.create_connection((host, parts.port or PORTS[parts.scheme]), timeout=PROBE_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        fix = f"{error}. Start it, mend the address, or leave the setting out."
+        raise ConfigError("tracking.uri", uri, "an MLflow that answers", fix) from error
 
 
 def check_restart(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,14 @@ from pydantic import BaseModel, ValidationError
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.sections import RewardConfig
+
+PATTERNS = {
+    "name": "lower-case letters, digits and dashes, with a letter or digit first and last",
+    "store.bucket": "lower-case letters, digits, dots and dashes, with a letter or digit first and last",
+    "registry.model": "letters, digits, dots, underscores and dashes",
+    "registry.alias": "letters, digits, underscores and dashes, with a letter first",
+}
+"""What the patterns of text settings allow, in words."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -113,11 +122,12 @@ def explain(error: ValidationError) -> ConfigError:
         return ConfigError(key, first["input"], f"one of the keys {allowed}", "Remove it or mend the spelling.")
     if first["type"] == "missing":
         return ConfigError(key, None, "a value; it has no default", "Add it to the config file.")
+    if first["type"] == "string_pattern_mismatch":
+        return ConfigError(key, first["input"], PATTERNS[key], "Mend it.")
     more = len(error.errors()) - 1
     rest = f" ({more} more settings are wrong.)" if more else ""
-    return ConfigError(
-        key, first["input"], first["msg"].removeprefix("Input should be "), f"See docs/configuration.md.{rest}"
-    )
+    allowed = re.sub(r"^\w+ should (be|have) ", "", first["msg"])
+    return ConfigError(key, first["input"], allowed, f"See docs/configuration.md.{rest}")
 
 
 def sibling_keys(loc: Sequence[int | str]) -> list[str]:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill import __version__
-from tidemill.arguments import build_parser
-from tidemill.cli import COMMANDS, free_port, main
+from tidemill.arguments import parse
+from tidemill.cli import COMMANDS, free_port, main, output_override
 from tidemill.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,8 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "nowhere.yaml"], "nowhere.yaml"),
         (["run"], "file = None: allowed is a run file, or --resume NAME"),
         (["run", "--resume", "addition-9"], "resume = 'addition-9'"),
+        (["run", EXAMPLE, "--resume", "addition-9"], "a file or --resume, not both"),
+        (["run", EXAMPLE, "--output", "a", "output=b"], "output = 'a': allowed is either --output or output="),
         (["train", EXAMPLE, "trainer.steps=0"], "trainer.steps = 0"),
         (["evaluate", EXAMPLE, "data.held_out=null", "registry.min_score=null", "evaluation.every=0"], "data.held_out"),
         (["ui", "--output", "nowhere"], "nowhere': allowed is a folder of runs with mlflow.db"),
@@ -67,6 +71,12 @@ def test_misuse_is_one_line_and_status_2(
     error = capsys.readouterr().err
     assert error.startswith("tidemill: ") and message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("setting", ["data.held_out=gone.jsonl", "rewards.0.function=exact_numbr"])
+def test_inputs_are_looked_at_before_a_model_is_scored(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", EXAMPLE, setting, "model=s3://nowhere/that/is/asked"]) == 1
+    assert setting.partition("=")[2] in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -95,7 +105,7 @@ def test_port_in_use_is_refused_with_what_to_do() -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_port_that_is_none_is_refused(port: int) -> None:
-    with pytest.raises(ConfigError, match=f"port = {port}"):
+    with pytest.raises(ConfigError, match=f"port = {port}: allowed is a number from 0 to 65535"):
         free_port(port)
 
 
@@ -105,9 +115,76 @@ def test_any_port_is_found_for_zero() -> None:
 
 def test_unknown_command_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        build_parser().parse_args(["learn"])
+        parse(["learn"])
     assert caught.value.code == 2
     assert "evaluate" in capsys.readouterr().err
+
+
+def test_settings_may_stand_around_the_options() -> None:
+    arguments = parse(["run", "a.yaml", "seed=1", "--output", "here", "seed=2", "--resume", "b", "seed=3"])
+    assert (arguments.file, arguments.overrides) == ("a.yaml", ["seed=1", "seed=2", "seed=3"])
+    assert (arguments.output, arguments.resume) == ("here", "b")
+
+
+@pytest.mark.parametrize("argv", [["run", "a.yaml", "--resume", "b", "--stepz"], ["ui", "more"]])
+def test_arguments_that_are_none_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(argv)
+    assert f"unrecognized arguments: {argv[-1]}" in capsys.readouterr().err
+
+
+def test_settings_are_not_said_to_be_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["train"])
+    assert "required: file\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-new-tokens", "0", "hello"], "'0' is not a whole number from 1 on"),
+        (["--max-new-tokens", "many", "hello"], "'many' is not a whole number"),
+        (["--temperature", "-1", "hello"], "'-1' is not a number from 0 on"),
+        (["--temperature", "nan", "hello"], "'nan' is not a number from 0 on"),
+        ([" "], "PROMPT: it is empty"),
+    ],
+)
+def test_answers_that_cannot_be_asked_for_are_refused_at_once(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "model", *words])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_answer_beyond_the_context_is_refused_in_the_words_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model(tmp_path, 0)
+    assert main(["generate", str(tmp_path), "w5 w6 w7", "--max-new-tokens", str(CONTEXT)]) == 2
+    assert f"--max-new-tokens = {CONTEXT}: allowed is at most {CONTEXT - 3}: the model's" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "w5 " * CONTEXT]) == 2
+    assert f"PROMPT = '{CONTEXT} tokens': allowed is less than the model's" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_several_prompts_stand_above_their_answers(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, 0)
+    command = [sys.executable, "-m", "tidemill.cli", "generate", str(tmp_path), "w5", "w6", "--max-new-tokens", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert re.fullmatch(r"> w5\n\S+ \S+\n\n> w6\n\S+ \S+\n\n", done.stdout)
+
+
+def test_output_is_a_setting_of_a_new_run() -> None:
+    assert output_override(parse(["run", "a.yaml", "--output", "1e3: #x"])) == ['output="1e3: #x"']
+    assert output_override(parse(["run", "a.yaml", "output=b"])) == []
+
+
+def test_output_of_a_new_run_is_where_it_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there").write_text("a file")
+    assert main(["run", EXAMPLE, "--output", str(tmp_path / "there")]) == 1
+    assert str(tmp_path / "there") in capsys.readouterr().err
 
 
 QUIET = """

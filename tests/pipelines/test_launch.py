@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -15,11 +16,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
-from tidemill.launch import earlier, exclusive, fresh, program, shown, tail_of
+from tidemill.failure import Failure
+from tidemill.launch import start
+from tidemill.outcome import keep_ray_logs, program, report, say_full, shown, tail_of
 from tidemill.run_file import load_config
+from tidemill.run_folder import begin, earlier, exclusive, fresh
 from tidemill.store.checkpoint import open_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +126,22 @@ def test_unknown_run_is_refused_with_those_that_exist(example: RunConfig, tmp_pa
         earlier("addition-7", tmp_path, [])
 
 
+@pytest.mark.parametrize("change", ["name=other", "output=elsewhere"])
+def test_resumed_run_keeps_name_and_output(addition: RunConfig, change: str) -> None:
+    begin(addition)
+    with pytest.raises(ConfigError, match=change.replace("=", " = '")):
+        earlier("addition", addition.output, [change])
+
+
+def test_run_whose_folder_was_moved_goes_on_there(addition: RunConfig, tmp_path: Path) -> None:
+    begin(addition)
+    addition.output.rename(tmp_path / "moved: here")
+    assert earlier("addition", tmp_path / "moved: here", []).output == tmp_path / "moved: here"
+    (tmp_path / "moved: here/addition").rename(tmp_path / "moved: here/other")
+    with pytest.raises(ConfigError, match="the run's own name, addition"):
+        earlier("other", tmp_path / "moved: here", [])
+
+
 def test_second_run_below_the_same_folder_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     with (
         exclusive(tmp_path, "addition-1"),
@@ -143,6 +164,97 @@ def test_program_is_named_as_it_was_called(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(sys, "argv", [".venv/bin/tidemill", "run"])
     monkeypatch.setenv("PATH", "/nowhere")
     assert program() == ".venv/bin/tidemill"
+
+
+@pytest.fixture
+def screen() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def on(screen: Console) -> str:
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def logs_of_ray(scratch: Path) -> Path:
+    logs = scratch / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    for number in range(3):
+        (logs / f"worker-{number}.out").write_text("died")
+    return logs
+
+
+def test_logs_of_ray_are_kept(tmp_path: Path, screen: Console) -> None:
+    logs_of_ray(tmp_path)
+    keep_ray_logs(tmp_path, tmp_path / "run", screen)
+    assert len(list((tmp_path / "run/ray-logs").iterdir())) == 3
+    assert on(screen) == ""
+
+
+def test_logs_of_ray_that_cannot_be_kept_are_one_line(tmp_path: Path, screen: Console) -> None:
+    logs_of_ray(tmp_path)
+    for number in range(3):  # where a file should go there is a folder
+        (tmp_path / f"run/ray-logs/worker-{number}.out/worker-{number}.out").mkdir(parents=True)
+    keep_ray_logs(tmp_path, tmp_path / "run", screen)
+    assert re.fullmatch(r"3 of Ray's logs could not be kept: .*Is a directory.*\n", on(screen))
+
+
+def test_logs_of_ray_without_a_place_are_one_line(tmp_path: Path, screen: Console) -> None:
+    logs_of_ray(tmp_path)
+    (tmp_path / "run").write_text("no folder")
+    keep_ray_logs(tmp_path, tmp_path / "run", screen)
+    assert re.fullmatch(r"Ray's logs could not be kept: .*Not a directory.*\n", on(screen))
+
+
+@pytest.mark.parametrize(("status", "failure"), [(0, None), (1, None), (0, "{"), (1, "{}")])
+def test_report_survives_what_a_full_disk_did_not_take(
+    addition: RunConfig, screen: Console, status: int, failure: str | None
+) -> None:
+    begin(addition)
+    if failure is not None:
+        (addition.folder / "failure.json").write_text(failure)
+    (addition.folder / "log.txt").write_text("the last words")
+    assert report(addition, status, "tidemill run", screen) == 1
+    assert "the last words" in on(screen) and "log.txt" in on(screen)
+
+
+def test_report_needs_no_log(addition: RunConfig, screen: Console) -> None:
+    assert report(addition, 1, "tidemill run", screen) == 1
+    assert "there is no log" in on(screen)
+
+
+def test_full_disk_is_named_with_how_to_go_on(
+    addition: RunConfig, screen: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say_full(addition, "tidemill run --resume addition-1", screen)
+    assert on(screen) == ""
+    full = type(shutil.disk_usage("/"))(10**9, 10**9 - 4096, 4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    say_full(addition, "tidemill run --resume addition-1", screen)
+    assert re.match(r"no space left below .*: free some, then `tidemill run --resume addition-1`", on(screen))
+
+
+def test_start_that_cannot_write_keeps_the_settings_of_the_attempt_before(addition: RunConfig) -> None:
+    settings = begin(addition)
+    before = settings.read_text()
+    settings.with_name(".config.yaml.partial").mkdir()
+    with pytest.raises(RunError, match="cannot write to"):
+        begin(addition.model_copy(update={"seed": 9}))
+    assert settings.read_text() == before
+
+
+def test_new_attempt_forgets_how_the_last_one_ended(addition: RunConfig) -> None:
+    begin(addition)
+    Failure.of("train", ValueError("x")).write(addition.folder)
+    (addition.folder / "summary.json").write_text("{}")
+    begin(addition)
+    assert [path.name for path in addition.folder.iterdir()] == ["config.yaml"]
+
+
+def test_start_that_the_lock_refuses_makes_no_folder(addition: RunConfig, screen: Console) -> None:
+    with exclusive(addition.output, "addition-1"), pytest.raises(RunError, match="still going on"):
+        start(addition, screen)
+    assert [path.name for path in addition.output.iterdir()] == ["run.lock"]
 
 
 def test_tail_is_the_end_of_a_text() -> None:

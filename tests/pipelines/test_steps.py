@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from tidemill_components.register import register
 from tidemill_components.teardown import teardown
 from tidemill_components.train import train
 from tidemill_components.validate import validate
+from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
 from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
-from tidemill.preflight import check_room, rooms
+from tidemill.preflight import check_model, check_room, rooms
 from tidemill.run_file import parse_config
 from tidemill.sections import SyncConfig
 from tidemill.steps import seconds_by_step
@@ -84,6 +86,48 @@ def test_unknown_reward_is_refused(addition: RunConfig) -> None:
 def test_missing_model_folder_is_refused(addition: RunConfig) -> None:
     with pytest.raises(Exception, match="no-such-model"):
         validate.python_func(changed(addition, "model=./no-such-model"))
+
+
+def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", 0)
+    model, limit = f"model={tmp_path / 'model'}", CONTEXT - addition.data.max_prompt_tokens
+    check_model(parse_config(changed(addition, model, f"rollout.max_new_tokens={limit}")))
+    with pytest.raises(ConfigError, match=f"max_new_tokens = {CONTEXT + 1}: allowed is at most the {CONTEXT} tokens"):
+        validate.python_func(changed(addition, model, f"rollout.max_new_tokens={limit + 1}"))
+
+
+def test_context_of_a_published_model_on_this_machine_is_known(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
+    make_tiny_model(tmp_path / "models/SmolLM2-135M-Instruct", 0)
+    with pytest.raises(ConfigError, match="tokens of context of HuggingFaceTB/SmolLM2"):
+        check_model(parse_config(changed(addition, f"rollout.max_new_tokens={CONTEXT}")))
+
+
+@pytest.mark.parametrize("key", ["train", "held_out"])
+def test_row_without_the_answer_that_the_reward_needs_is_refused(addition: RunConfig, tmp_path: Path, key: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "reply": "2"}\n')
+    with pytest.raises(DataError, match=rf"data\.{key} = .*rows\.jsonl: row 2 has no answer in 'answer', which"):
+        validate.python_func(changed(addition, f"data.{key}={tmp_path / 'rows.jsonl'}"))
+
+
+def test_joining_a_ray_without_its_address_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+        validate.python_func(changed(addition, "cluster.provider=existing"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    validate.python_func(changed(addition, "cluster.provider=existing"))
+
+
+def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        setting = f"tracking.uri=http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"tracking\.uri = 'http://127.*refused"):
+            validate.python_func(changed(addition, setting))
+        server.listen()
+        validate.python_func(changed(addition, setting))
 
 
 def test_unreachable_store_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

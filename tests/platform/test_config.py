@@ -10,7 +10,7 @@ import yaml
 
 from tidemill.config import RunConfig, fields
 from tidemill.errors import ConfigError
-from tidemill.run_file import apply_override, load_config, parse_config
+from tidemill.run_file import PATTERNS, apply_override, load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -78,7 +78,7 @@ def test_unknown_key_in_a_reward_is_refused() -> None:
         ("algorithm.behaviour_cap=.inf", "finite"),
         ("trainer.learning_rate=.nan", "less than 1"),
         ("rollout.group_timeout_s=.inf", "finite"),
-        ("name=Not A Name", "pattern"),
+        ("name=Not A Name", "lower-case letters, digits and dashes"),
         ("store.bucket=B", "at least 3"),
         ("rewards=[]", "at least 1 item"),
     ],
@@ -227,3 +227,13 @@ def test_the_knobs_are_those_of_the_frozen_list() -> None:
 def test_configuration_page_is_current() -> None:
     done = subprocess.run([sys.executable, ROOT / "docs/generate.py", "--check"], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_names_are_refused_in_words() -> None:
+    assert refusal("name=a/b").allowed == PATTERNS["name"]
+    assert refusal(f"name={'a' * 64}").allowed == "at most 63 characters"
+
+
+def test_every_pattern_is_told_in_words() -> None:
+    patterned = [key for key, section, name in fields() if "pattern=" in repr(section.model_fields[name])]
+    assert sorted(patterned) == sorted(PATTERNS)

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.errors import ConfigError
 from tidemill.protocols import Sampling
 from tidemill.records import Completion, Int32Array
 from tidemill.rollout.engine import VllmEngine
 from tidemill.rollout.prompts import as_messages, encode
 from tidemill.sections import RolloutConfig
+from tidemill.store.models import context_of
 
 
 def generate_text(
@@ -31,9 +33,32 @@ def generate_text(
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     prompt_ids = [encode(tokenizer, as_messages(prompt, system_prompt)) for prompt in prompts]
+    check_context(context_of(Path(model_path)), max(map(len, prompt_ids), default=1), max_new_tokens)
     sampling = Sampling(n=1, max_tokens=max_new_tokens, temperature=temperature)
     completions = asyncio.run(answer(str(model_path), prompt_ids, sampling))
     return [tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True) for completion in completions]
+
+
+def check_context(context: int | None, longest: int, max_new_tokens: int) -> None:
+    """Refuse at once what the engine would refuse after its start.
+
+    Args:
+        context: tokens that the model can attend to; None if it does not say.
+        longest: tokens of the longest prompt, with the chat template around it.
+        max_new_tokens: longest answer.
+
+    Raises:
+        ConfigError: both together are longer.
+    """
+    if context is None or longest + max_new_tokens <= context:
+        return
+    if longest >= context:
+        fix = "Shorten it, or take a model with a longer context."
+        raise ConfigError("PROMPT", f"{longest} tokens", f"less than the model's context of {context} tokens", fix)
+    allowed = (
+        f"at most {context - longest}: the model's context is {context} tokens and the longest prompt has {longest}"
+    )
+    raise ConfigError("--max-new-tokens", max_new_tokens, allowed, "Ask for less, or shorten the prompt.")
 
 
 async def answer(model_path: str, prompt_ids: Sequence[Int32Array], sampling: Sampling) -> list[Completion]:

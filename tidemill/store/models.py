@@ -6,6 +6,7 @@ reading them could run code.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -136,3 +137,18 @@ def lacks(folder: Path) -> list[str]:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         missing.append(f"a tokenizer ({' or '.join(TOKENIZERS)})")
     return missing
+
+
+def context_of(folder: Path) -> int | None:
+    """Tokens that a model can attend to, as its `config.json` says; None if it does not.
+
+    Raises:
+        ModelError: there is no such file, or it is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        context = tree.get("text_config", tree).get("max_position_embeddings")  # of the language part, where more are
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return context if isinstance(context, int) else None

@@ -1,0 +1,106 @@
+"""`tidemill train`: the training of one run in this process, watched as `tidemill run` watches a pipeline.
+
+training (main thread, output to log.txt) ─► events.jsonl ─► progress on the screen (a thread)
+"""
+
+from __future__ import annotations
+
+import shlex
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from tidemill.chatter import diverted
+from tidemill.cluster.processes import adopt_orphans
+from tidemill.config import RunConfig
+from tidemill.interrupt import interruptible, undisturbed
+from tidemill.launch import INTERRUPTED, clean_up
+from tidemill.observe.events import follow, read_events
+from tidemill.observe.progress import Progress
+from tidemill.observe.report import Summary
+from tidemill.outcome import program, say_full, say_interrupted, show, shown
+from tidemill.preflight import check_inputs, check_model, check_restart
+from tidemill.run_folder import begin, exclusive
+
+Train = Callable[[RunConfig], Summary]
+NOT_SCORED = "train does not score at the end"
+
+
+def attend(config: RunConfig, train: Train, *, debug: bool) -> int:
+    """Train, show how it goes, and leave what a run leaves in its folder; returns the exit status of the command.
+
+    Args:
+        config: of the run.
+        train: `run.train`.
+        debug: whether the output of all processes goes to the screen instead of `log.txt`.
+
+    Raises:
+        TidemillError: the settings cannot work, another run holds the folder, or the training failed.
+    """
+    with exclusive(config.output, config.name):
+        check_inputs(config)
+        check_model(config)
+        check_restart(config)
+        settings, log = begin(config), config.folder / "log.txt"
+        adopt_orphans()
+        if debug:
+            return watched(config, train, settings, Console())
+        with diverted(log) as screen:
+            return watched(config, train, settings, Console(file=screen))
+
+
+def watched(config: RunConfig, train: Train, settings: Path, console: Console) -> int:
+    """The training between its first and its last line on the screen; no process of it is left behind."""
+    folder, again = shown(config.folder), f"{program()} train {shlex.quote(str(shown(settings)))}"
+    console.print(f"run {config.name}: everything about it stands in {folder}; Ctrl-C ends it", soft_wrap=True)
+    try:
+        with interruptible():
+            try:
+                summary = followed(config, train, console)
+            finally:
+                with undisturbed():
+                    clean_up(config)
+    except KeyboardInterrupt:
+        say_interrupted(again, console)
+        return INTERRUPTED
+    except Exception:
+        console.print(Text(f"log: {folder / 'log.txt'}"), soft_wrap=True)
+        say_full(config, again, console)
+        raise
+    show(config, summary, console)
+    return 0
+
+
+def followed(config: RunConfig, train: Train, console: Console) -> Summary:
+    """Train in this thread, because signals come here, and show the events in another; writes `summary.json`."""
+    events, stop = config.folder / "events.jsonl", threading.Event()
+    earlier = len(read_events(events))
+    with ThreadPoolExecutor(1) as threads:
+        shown_to_the_end = threads.submit(show_events, events, earlier, stop, console)
+        try:
+            summary = explained(config, train(config))
+        finally:
+            stop.set()
+            shown_to_the_end.result()
+    summary.write(config.folder / "summary.json")
+    return summary
+
+
+def show_events(path: Path, earlier: int, stop: threading.Event, console: Console) -> None:
+    """Show the events of a log but for those of an earlier attempt, until `stop`."""
+    with Progress(console) as progress:
+        for number, event in enumerate(follow(path, stop)):
+            if number >= earlier:
+                progress.handle(event)
+
+
+def explained(config: RunConfig, summary: Summary) -> Summary:
+    """The summary with the reason why there is no score at the end, though there are prompts for one."""
+    if config.data.held_out is None:
+        return summary
+    return replace(summary, missing={**summary.missing, "held_out_after": NOT_SCORED})

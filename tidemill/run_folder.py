@@ -1,0 +1,131 @@
+"""The folder of a run: its name, the settings it was started with, and the lock of the folder that it lies in."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import yaml
+
+from tidemill.config import RunConfig
+from tidemill.errors import ConfigError, RunError
+from tidemill.failure import Failure
+from tidemill.run_file import load_config, parse_config
+from tidemill.store.checkpoint import has_checkpoints
+
+
+def fresh(config: RunConfig) -> RunConfig:
+    """The settings under the first free name `NAME-1`, `NAME-2`, ..., whose folder is made.
+
+    A name is free when there is no folder of it and the store has no checkpoint of it, which would be resumed.
+    The model is registered under the name as it was, so that the versions of several runs stand together.
+
+    Raises:
+        RunError: the folder cannot be made.
+        ConfigError: the name becomes too long.
+    """
+    output = config.output.resolve()
+    for number in count(1):
+        tree = config.model_dump(mode="json") | {"name": f"{config.name}-{number}", "output": str(output)}
+        tree["registry"]["model"] = config.registered_model
+        named = parse_config(yaml.safe_dump(tree))
+        if not named.folder.exists() and has_checkpoints(named):
+            continue
+        try:
+            named.folder.mkdir(parents=True)
+        except FileExistsError:
+            if not output.is_dir():
+                raise RunError(f"output = {output} is not a folder; name another one") from None
+            continue
+        except OSError as error:
+            raise RunError(f"cannot make {named.folder}: {error}. Name another folder with output=...") from error
+        return named
+    raise AssertionError("count() has no end")
+
+
+def earlier(name: str, output: Path, overrides: Sequence[str]) -> RunConfig:
+    """The settings that the run of this name was started with, and changes of them.
+
+    `output` is where the run lies now; its folder may have been moved.
+
+    Raises:
+        ConfigError: there is no such run, or name or output are to change, by which its checkpoints are found.
+    """
+    path = output.resolve() / name / "config.yaml"
+    if not path.is_file():
+        found = sorted(file.parent.name for file in output.glob("*/config.yaml"))
+        allowed = f"a run below {output}: {', '.join(found) or 'there is none'}"
+        raise ConfigError("resume", name, allowed, "Name one of them, or its folder with --output.")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in ("name", "output"):
+            fix = "--output says where an earlier run lies." if key == "output" else "Leave it out, or start a new run."
+            raise ConfigError(key, value, "what the run has; --resume cannot change it", fix)
+    config = load_config(path, [*overrides, f"output={json.dumps(str(output.resolve()))}"])
+    if config.name != name:
+        raise ConfigError("resume", name, f"the run's own name, {config.name}", "Give its folder that name again.")
+    return config
+
+
+def begin(config: RunConfig) -> Path:
+    """Write the settings to `config.yaml` and forget how an earlier attempt ended; returns that file.
+
+    Raises:
+        RunError: the folder cannot be written to.
+    """
+    settings = config.folder / "config.yaml"
+    partial = settings.with_name(".config.yaml.partial")  # a full disk must not cost the settings of an earlier attempt
+    try:
+        config.folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(config.to_yaml(), encoding="utf-8")
+        partial.replace(settings)
+        Failure.forget(config.folder)
+        (config.folder / "summary.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write to {config.folder}: {error}") from error
+    return settings
+
+
+@contextmanager
+def exclusive(output: Path, name: str) -> Iterator[int]:
+    """One run at a time below an output folder, because they share its S3 server and MLflow file; yields the lock.
+
+    The lock is held by the processes that inherit it too, so that a run whose launcher was killed still holds it.
+
+    Raises:
+        RunError: another run holds it, or the folder cannot be made or written to.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / "run.lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot make {output}: {error}. Name another folder with output=...") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunError(
+                f"run {file.read().strip()} is still going on below {output}: wait for it, end it, or start this one "
+                "elsewhere with output=FOLDER"
+            ) from None
+        label(file.fileno(), name)
+        yield file.fileno()
+
+
+def label(lock: int, name: str) -> None:
+    """Write into the lock whose it is.
+
+    Raises:
+        RunError: the disk is full, for example.
+    """
+    try:
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{name} (process {os.getpid()})".encode())
+    except OSError as error:
+        raise RunError(f"cannot write run.lock in the folder of runs: {error}. Name another with output=...") from error
