@@ -5,6 +5,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -71,14 +72,26 @@ def server(request: pytest.FixtureRequest) -> Server:
     return found
 
 
-@pytest.fixture
-def store(server: Server) -> ObjectStore:
-    return ObjectStore.connect(server[0], f"test-{secrets.token_hex(4)}", *server[1:])
+@contextmanager
+def bucket(server: Server) -> Iterator[ObjectStore]:
+    """A new bucket, removed in the end: every one takes volumes of its own, and weed has few on a small disk."""
+    store = ObjectStore.connect(server[0], f"test-{secrets.token_hex(4)}", *server[1:])
+    yield store
+    for item in store.list(""):
+        store.delete(item.key)
+    store.client.remove_bucket(bucket_name=store.bucket)
 
 
 @pytest.fixture
-def weed(weed_server: Server) -> ObjectStore:
-    return ObjectStore.connect(weed_server[0], f"test-{secrets.token_hex(4)}", *weed_server[1:])
+def store(server: Server) -> Iterator[ObjectStore]:
+    with bucket(server) as store:
+        yield store
+
+
+@pytest.fixture
+def weed(weed_server: Server) -> Iterator[ObjectStore]:
+    with bucket(weed_server) as store:
+        yield store
 
 
 @pytest.fixture(scope="session")
