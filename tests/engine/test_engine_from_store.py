@@ -65,7 +65,6 @@ async def test_an_engine_computes_what_was_published_through_the_store(tmp_path:
             metrics = await publisher.publish(2, "keep")
         finally:
             await engine.shutdown()
-            rank.staging.cleanup()
         assert metrics["sync/full"] == 0
         assert metrics["sync/canary_gap"] < 1e-3
         publisher.close()
