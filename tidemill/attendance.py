@@ -20,11 +20,11 @@ from tidemill.cluster.processes import adopt_orphans
 from tidemill.config import RunConfig
 from tidemill.interrupt import interruptible, undisturbed
 from tidemill.launch import INTERRUPTED, clean_up
-from tidemill.observe.events import follow, read_events
-from tidemill.observe.progress import Progress
+from tidemill.observe.events import read_events
+from tidemill.observe.progress import show_events
 from tidemill.observe.report import Summary
 from tidemill.outcome import program, say_full, say_interrupted, show, shown
-from tidemill.preflight import check_inputs, check_model, check_restart
+from tidemill.preflight import check_cluster, check_inputs, check_model, check_restart, check_tracking
 from tidemill.run_folder import begin, exclusive
 
 Train = Callable[[RunConfig], Summary]
@@ -45,6 +45,8 @@ def attend(config: RunConfig, train: Train, *, debug: bool) -> int:
     with exclusive(config.output, config.name):
         check_inputs(config)
         check_model(config)
+        check_cluster(config)
+        check_tracking(config.tracking.uri)
         check_restart(config)
         settings, log = begin(config), config.folder / "log.txt"
         adopt_orphans()
@@ -89,14 +91,6 @@ def followed(config: RunConfig, train: Train, console: Console) -> Summary:
             shown_to_the_end.result()
     summary.write(config.folder / "summary.json")
     return summary
-
-
-def show_events(path: Path, earlier: int, stop: threading.Event, console: Console) -> None:
-    """Show the events of a log but for those of an earlier attempt, until `stop`."""
-    with Progress(console) as progress:
-        for number, event in enumerate(follow(path, stop)):
-            if number >= earlier:
-                progress.handle(event)
 
 
 def explained(config: RunConfig, summary: Summary) -> Summary:

@@ -26,8 +26,8 @@ from tidemill.config import RunConfig
 from tidemill.errors import DataError
 from tidemill.failure import Failure
 from tidemill.interrupt import interruptible, undisturbed
-from tidemill.observe.events import follow, read_events
-from tidemill.observe.progress import Progress
+from tidemill.observe.events import read_events
+from tidemill.observe.progress import show_events
 from tidemill.outcome import elsewhere, keep_ray_logs, program, report, say_interrupted, shown
 from tidemill.run_folder import begin, exclusive, fresh, label
 from tidemill.steps import teardown
@@ -97,9 +97,10 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
     status = None
     resume = f"{program()} run --resume {config.name}{elsewhere(config)}"
     try:
-        earlier_events = len(read_events(config.folder / "events.jsonl"))  # of a run that goes on
+        events = config.folder / "events.jsonl"
+        earlier = len(read_events(events))  # of a run that goes on
         runner = start_runner(settings, scratch, lock)
-        watch(config, runner, console, earlier_events)
+        show_events(events, earlier, End(runner, config.folder), console)
         status = runner.returncode
     except KeyboardInterrupt:
         console.print("stopping the run ...")
@@ -114,15 +115,6 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
     if status != 0:
         keep_ray_logs(scratch, config.folder, console)
     return code
-
-
-def watch(config: RunConfig, runner: subprocess.Popen[bytes], console: Console, earlier_events: int) -> None:
-    """Show every event until the runner ends, or a step has failed in a way that another try cannot mend."""
-    log = config.folder / "events.jsonl"
-    with Progress(console) as progress:
-        for number, event in enumerate(follow(log, End(runner, config.folder))):
-            if number >= earlier_events:
-                progress.handle(event)
 
 
 class End(threading.Event):

@@ -23,7 +23,16 @@ from tidemill.errors import ConfigError
 from tidemill.failure import recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
 from tidemill.observe.report import Summary, render
-from tidemill.preflight import check_inputs, check_model, check_restart, check_room, check_store, count_weights
+from tidemill.preflight import (
+    check_cluster,
+    check_inputs,
+    check_model,
+    check_restart,
+    check_room,
+    check_store,
+    check_tracking,
+    count_weights,
+)
 from tidemill.protocols import Answer, Evaluation
 from tidemill.run_file import parse_config
 from tidemill.store.locate import Locator, locate_model, pin_model
@@ -57,6 +66,8 @@ def validate(config: str) -> str:
     with step("validate", run):
         check_inputs(run)
         check_model(run)
+        check_cluster(run)
+        check_tracking(run.tracking.uri)
         check_store(run)
         check_restart(run)
         check_room(run, weights=0)

@@ -21,11 +21,9 @@ class RunObserver:
     log: EventLog
     tracker: Tracker
     steps: MetricsAggregator = field(default_factory=MetricsAggregator)
-    last: Metrics = field(default_factory=dict)
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         """See `train.trainer.Observer`."""
-        self.last = metrics
         self.steps.add(metrics)
         self.tracker.log(position.step, metrics)
         self.log.write(

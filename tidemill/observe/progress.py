@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished
+from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished, follow
 
 HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
 LINES_PER_HEADER = 20
@@ -114,6 +116,14 @@ class Progress:
     def line(self, text: Text) -> None:
         """Write above the bar, wrapped by the terminal alone so that a log keeps one line per event."""
         self.console.print(text, soft_wrap=True)
+
+
+def show_events(path: Path, earlier: int, stop: threading.Event, console: Console) -> None:
+    """Show the events of a log as they come, but for the first `earlier` ones of an attempt before, until `stop`."""
+    with Progress(console) as progress:
+        for number, event in enumerate(follow(path, stop)):
+            if number >= earlier:
+                progress.handle(event)
 
 
 def step_line(event: StepFinished, held_out: float | None, left: str) -> str:
