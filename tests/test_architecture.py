@@ -30,6 +30,7 @@ LAYERS = (
     ),
     (
         "tidemill.cluster",
+        "tidemill.kuberay",
         "tidemill.observe",
         "tidemill.queue",
         "tidemill.rollout",
@@ -57,6 +58,7 @@ HOMES = {
     "ray": ("tidemill.actors", "tidemill.cluster", "tidemill.run"),
     "mlflow": ("tidemill.store",),
     "minio": ("tidemill.store",),
+    "kubernetes": ("tidemill.kuberay",),
 }
 
 

@@ -23,6 +23,7 @@ from tidemill.sections import (
     Count,
     DataConfig,
     EvaluationConfig,
+    KubernetesConfig,
     QueueConfig,
     RegistryConfig,
     RewardConfig,
@@ -60,6 +61,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     registry: RegistryConfig = Field(default_factory=RegistryConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
 
     @property
     def required_samples(self) -> int:
@@ -154,6 +156,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from interruptions(config)
     yield from decoupled(config)
     yield from held_out(config)
+    yield from on_kubernetes(config)
 
 
 def amounts(config: RunConfig) -> Iterator[ConfigError]:
@@ -249,6 +252,35 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
         if value is not None and config.data.held_out is None:
             allowed = f"{0 if key == 'evaluation.every' else 'null'} without data.held_out"
             yield ConfigError(key, value, allowed, "Name a held-out file.")
+
+
+def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
+    """What only works where all processes share a machine, and settings of a cluster that is not asked for."""
+    if config.cluster.provider != "kuberay":
+        if config.kubernetes != KubernetesConfig():
+            changed = config.kubernetes.model_dump(exclude_defaults=True)
+            fix = "Set cluster.provider to kuberay, or leave the section out."
+            yield ConfigError("kubernetes", changed, "nothing unless cluster.provider is kuberay", fix)
+        return
+    apart = "Engines, trainer and the pipeline's steps run in pods that share no disk and no memory."
+    for key, value, allowed in (
+        ("sync.transport", config.sync.transport, "object_store"),
+        ("store.endpoint", config.store.endpoint, "the http(s)://host:port of an S3 server"),
+        ("tracking.uri", config.tracking.uri, "the address of an MLflow server"),
+    ):
+        if value in ("shared_memory", "embedded", None) or str(value).startswith(("sqlite:", "file:")):
+            yield ConfigError(key, value, f"{allowed} with cluster.provider = kuberay", apart)
+    if config.kubernetes.image.endswith(":latest"):
+        fix = "Whatever stands behind latest may change between two pods of a run. Name a version."
+        yield ConfigError("kubernetes.image", config.kubernetes.image, "a tag other than latest", fix)
+    most, engines = config.kubernetes.max_engines, config.rollout.engines
+    if most is not None and most < engines:
+        yield ConfigError("kubernetes.max_engines", most, f"at least rollout.engines = {engines}", "Raise it.")
+    if most is not None and most > engines and config.kubernetes.queue is not None:
+        fix = "Kueue admits a run as a whole. Leave one of the two out."
+        yield ConfigError("kubernetes.max_engines", most, "null with kubernetes.queue", fix)
+    if config.trainer.ranks > 8 and config.trainer.ranks % 8:
+        yield ConfigError("trainer.ranks", config.trainer.ranks, "up to 8, or a multiple of 8", "A pod holds 8 ranks.")
 
 
 def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:

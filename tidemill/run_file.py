@@ -19,6 +19,8 @@ PATTERNS = {
     "store.bucket": "lower-case letters, digits, dots and dashes, with a letter or digit first and last",
     "registry.model": "letters, digits, dots, underscores and dashes",
     "registry.alias": "letters, digits, underscores and dashes, with a letter first",
+    "kubernetes.namespace": "lower-case letters, digits and dashes, with a letter or digit first and last",
+    "kubernetes.image": "an image with a tag, such as registry/name:1.0, or with a digest @sha256:...",
 }
 """What the patterns of text settings allow, in words."""
 

