@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 
 PART_OF = "app.kubernetes.io/part-of"
 TIDEMILL = "tidemill"
@@ -43,3 +44,9 @@ def job_name(run: str, attempt: int) -> str:
 def selector(run: str | None = None) -> str:
     """Label selector of the objects of one run, or of all."""
     return f"{PART_OF}={TIDEMILL}" + (f",{RUN_LABEL}={run}" if run else "")
+
+
+def attempt_of(labels: Mapping[str, str]) -> int:
+    """Number of the attempt that an object belongs to; 0 where its labels name none."""
+    number = labels.get(ATTEMPT_LABEL, "")
+    return int(number) if number.isdecimal() else 0

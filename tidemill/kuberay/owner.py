@@ -1,0 +1,51 @@
+"""Who owns the objects of a run: the workflow that the pipeline's steps are pods of.
+
+When the workflow is deleted, Kubernetes deletes what it owns; the last of the guarantees that GPUs come back.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from tidemill.kuberay.cluster import WORKFLOWS, Cluster, Object
+
+WORKFLOW = "TIDEMILL_WORKFLOW"
+"""Environment variable of a step: name of its Argo Workflow, from the pod's label."""
+KFP_RUN = "TIDEMILL_KFP_RUN"
+"""Environment variable of a step: id of its KFP run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The pipeline run that an attempt belongs to.
+
+    Attributes:
+        kfp_run: id of the KFP run, None outside of one.
+        reference: as in `metadata.ownerReferences`, None without a workflow.
+    """
+
+    kfp_run: str | None = None
+    reference: Object | None = None
+
+    @classmethod
+    def of_this_step(cls, cluster: Cluster) -> Owner:
+        """The pipeline run that this process is a step of.
+
+        A workflow that is gone, or that there is no way to look at, owns nothing: the other guarantees remain.
+
+        Raises:
+            ClusterError, RunError: the cluster refuses the look, or cannot be reached.
+        """
+        name, kfp_run = os.environ.get(WORKFLOW), os.environ.get(KFP_RUN) or None
+        workflow = cluster.get(WORKFLOWS, name) if name else None
+        if workflow is None:
+            return cls(kfp_run)
+        reference = {
+            "apiVersion": f"{WORKFLOWS.group}/{WORKFLOWS.version}",
+            "kind": "Workflow",
+            "name": name,
+            "uid": workflow["metadata"]["uid"],
+            "blockOwnerDeletion": False,  # needs no permission on the workflow's finalizers
+        }
+        return cls(kfp_run, reference)
