@@ -57,7 +57,8 @@ def needs(config: RunConfig) -> Iterator[str]:
         yield f"- secret {name} to pull the image with"
     if settings.queue is not None:
         yield f"- Kueue's LocalQueue {settings.queue}"
-    for name in sorted({settings.trainer_priority_class, settings.rollout_priority_class} - {None}, key=str):
+    classes = (settings.trainer_priority_class, settings.rollout_priority_class)
+    for name in sorted({name for name in classes if name is not None}):
         yield f"- priority class {name} (of the whole cluster)"
     if labels := node_labels(config):
         yield f"- nodes with {', '.join(f'{key}={value}' for key, value in labels.items())}"
