@@ -61,9 +61,10 @@ format: setup  ## Format the code and mend what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-golden: setup  ## Write again what is generated: docs/configuration.md and pipelines/compiled
+golden: setup  ## Write again what is generated: docs/configuration.md, pipelines/compiled and the golden RayJob
 	$(BIN)/python docs/generate.py
 	$(BIN)/tidemill compile --output pipelines/compiled/post_training.yaml
+	$(BIN)/python tests/kuberay/manifest_rig.py
 
 bench: setup bench-peers  ## Every benchmark, each a table
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done

@@ -7,30 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from manifest_rig import ROOT, Tree, cluster, container, group, on_kubernetes, templates
+from manifest_rig import GOLDEN, LARGE, ROOT, Tree, cluster, container, group, large_run, on_kubernetes, templates
 
 from tidemill.errors import ConfigError
-from tidemill.kuberay.kinds import OwnerReference
 from tidemill.kuberay.manifest import LONGEST_VALUE, RAY_VERSION, ray_job
 from tidemill.kuberay.names import job_name, selector
 from tidemill.run_file import parse_config
-
-GOLDEN = Path(__file__).parent / "golden/rayjob.yaml"
-LARGE = (
-    "trainer.ranks=16",
-    "rollout.engines=2",
-    "rollout.tensor_parallel_size=4",
-    "kubernetes.max_engines=6",
-    "kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3",
-    "kubernetes.node_selector={pool: training}",
-    "kubernetes.tolerations=[{key: dedicated, operator: Equal, value: training, effect: NoSchedule}]",
-    "kubernetes.trainer_priority_class=tidemill-trainer",
-    "kubernetes.rollout_priority_class=tidemill-rollout",
-    "kubernetes.image_pull_secrets=[registry]",
-    "kubernetes.secrets=[hugging-face]",
-    "kubernetes.env={NCCL_DEBUG: INFO}",
-    "kubernetes.runtime_env={pip: [sympy]}",
-)
 
 
 def variables(template: Tree) -> dict[str, str]:
@@ -50,12 +32,7 @@ def texts(node: object) -> Iterator[str]:
 
 
 def test_a_large_run_is_the_golden_manifest() -> None:
-    owner = OwnerReference(name="tidemill-post-training-x7k2p", uid="11111111-2222-3333-4444-555555555555")
-    kfp_run = "66666666-7777-8888-9999-aaaaaaaaaaaa"
-    job = ray_job(on_kubernetes(*LARGE), 2, owner=owner, kfp_run_id=kfp_run, mlflow_run_id="0" * 32)
-    settings = next(e for e in container(templates(job)["head"])["env"] if e["name"] == "TIDEMILL_CONFIG")
-    settings["value"] = "..."  # every setting of the run, which has tests of its own
-    assert job == yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))
+    assert large_run() == yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))
 
 
 def test_every_pod_passes_the_restricted_pod_security_standard() -> None:
