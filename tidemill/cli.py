@@ -142,13 +142,13 @@ def compile_pipeline(arguments: argparse.Namespace) -> int:
         raise ConfigError("override", arguments.overrides[0], "nothing without --manifests", fix)
     need_kfp()
     if not arguments.check:
-        output = arguments.output or "post_training.yaml"
-        compile_to(Path(output))
-        print(f"wrote {output}")
+        path = arguments.output or f"{arguments.pipeline}.yaml"
+        compile_to(arguments.pipeline, Path(path))
+        print(f"wrote {path}")
         return 0
     with TemporaryDirectory() as folder:
         fresh = Path(folder) / "pipeline.yaml"
-        compile_to(fresh)
+        compile_to(arguments.pipeline, fresh)
         golden = Path(arguments.check)
         if golden.is_file() and golden.read_text(encoding="utf-8") == fresh.read_text(encoding="utf-8"):
             return 0
@@ -179,11 +179,10 @@ def print_manifests(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def compile_to(path: Path) -> None:
+def compile_to(pipeline: str, path: Path) -> None:
     """Compile in a process of its own: only the pipelines know KFP."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tidemill_pipelines.compile", str(path)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "tidemill_pipelines.compile", pipeline, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(f"the pipeline cannot be written to {path}:\n{done.stderr.strip()}")
 

@@ -352,5 +352,7 @@ class KubernetesConfig(Section):
     gpu_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Budget of the run over all attempts, GPUs times hours of their pods; when it is used up the run commits a
     checkpoint, exports the model and ends, and says so. Null sets none."""
+    pages: dict[str, str] = Field(default_factory=dict)
+    """Addresses that a browser can open, for the page of links of a pipeline's first step: `ray`, `mlflow`, `store`."""
     max_restarts: Count = 3
     """New clusters for a run whose cluster failed in a way that may pass, such as a lost head pod."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -22,6 +22,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.failure import recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
+from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, render
 from tidemill.preflight import (
     check_cluster,
@@ -145,8 +146,23 @@ def score(run: RunConfig, model: str) -> Evaluation:
         return score_model(run, Locator.of(run).bring(model, Path(folder)).path)
 
 
-def register(config: str, summary: str, evaluation: str, report_path: str) -> str:
-    """Make the model a version of the registry if it passes the gate; write the report and `summary.json`.
+class Pointer(Protocol):
+    """KFP's artifact of a model: a small file and some metadata that say where the weights are."""
+
+    path: str
+    metadata: dict[str, Any]
+
+
+def register(config: str, summary: str, evaluation: str, report_path: str, page_path: str, model: Pointer) -> str:
+    """Make the model a version of the registry if it passes the gate; write the reports and `summary.json`.
+
+    Args:
+        config: settings as YAML.
+        summary: what `train` returned.
+        evaluation: what `evaluate` returned.
+        report_path: file for the report as Markdown.
+        page_path: file for the report as HTML.
+        model: gets the place of the model.
 
     Returns:
         JSON of the summary with the model version, null if the gate refused it.
@@ -157,10 +173,38 @@ def register(config: str, summary: str, evaluation: str, report_path: str) -> st
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.reason('model_version')}"))
         final.write(run.folder / "summary.json")
-        report = as_markdown(final)
-        Path(report_path).write_text(report, encoding="utf-8")
-        track_end(run, final, read_evaluation(evaluation), report)
+        reports = write_reports(run, final, report_path, page_path)
+        point(model, run, final)
+        track_end(run, final, read_evaluation(evaluation), reports)
     return final.to_json()
+
+
+def write_reports(run: RunConfig, summary: Summary, report_path: str, page_path: str) -> dict[str, str]:
+    """Write the report as Markdown and as a page; returns both by the names that MLflow keeps them under."""
+    reports = {"report.md": as_markdown(summary), "report.html": page(run.name, summary, curves(run, summary))}
+    for path, text in zip((report_path, page_path), reports.values(), strict=True):
+        Path(path).write_text(text, encoding="utf-8")
+    return reports
+
+
+def point(model: Pointer, run: RunConfig, summary: Summary) -> None:
+    """Say where the model is. KFP moves what lies at an artifact's path, and takes no address outside its own bucket,
+    so the weights stay where they are.
+    """
+    known = {"run": run.name, "score": summary.held_out_after, "base_model": run.model}
+    names = {"uri": summary.model_uri, "version": summary.model_version, "checkpoint_uri": summary.checkpoint_uri}
+    model.metadata.update({key: value for key, value in (names | known).items() if value is not None})
+    Path(model.path).write_text(json.dumps(model.metadata, indent=2), encoding="utf-8")
+
+
+def curves(run: RunConfig, summary: Summary) -> Curves:
+    """Rewards and scores as MLflow has them, which every step can reach, wherever it runs."""
+    from tidemill.store.tracking import history
+
+    if summary.mlflow_run_id is None:
+        return Curves()
+    names = ("reward/mean", "evaluation/score")
+    return Curves(*(history(run, summary.mlflow_run_id, name) for name in names))
 
 
 def teardown(config: str) -> None:
@@ -202,8 +246,8 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
     return replace(summary, model_version=f"{run.registered_model}/{version}")
 
 
-def track_end(run: RunConfig, summary: Summary, evaluation: Evaluation | None, report: str) -> None:
-    """Add the exported model's score, its answers and the report to the MLflow run of the training."""
+def track_end(run: RunConfig, summary: Summary, evaluation: Evaluation | None, reports: Mapping[str, str]) -> None:
+    """Add the exported model's score, its answers and the reports to the MLflow run of the training."""
     from tidemill.store.tracking import Tracker
 
     if summary.mlflow_run_id is None:
@@ -211,7 +255,8 @@ def track_end(run: RunConfig, summary: Summary, evaluation: Evaluation | None, r
     tracker = Tracker.start(run, summary.mlflow_run_id)
     if evaluation is not None:
         tracker.log_evaluation(summary.steps, evaluation)
-    tracker.log_text(report, "report.md")
+    for name, text in reports.items():
+        tracker.log_text(text, name)
     tracker.finish("FINISHED")
 
 

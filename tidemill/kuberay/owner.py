@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from tidemill.kuberay.cluster import WORKFLOWS, Cluster, Object
+from tidemill.kuberay.cluster import WORKFLOWS, Cluster
+from tidemill.kuberay.kinds import OwnerReference
 
 WORKFLOW = "TIDEMILL_WORKFLOW"
 """Environment variable of a step: name of its Argo Workflow, from the pod's label."""
@@ -26,7 +27,7 @@ class Owner:
     """
 
     kfp_run: str | None = None
-    reference: Object | None = None
+    reference: OwnerReference | None = None
 
     @classmethod
     def of_this_step(cls, cluster: Cluster) -> Owner:
@@ -41,11 +42,4 @@ class Owner:
         workflow = cluster.get(WORKFLOWS, name) if name else None
         if workflow is None:
             return cls(kfp_run)
-        reference = {
-            "apiVersion": f"{WORKFLOWS.group}/{WORKFLOWS.version}",
-            "kind": "Workflow",
-            "name": name,
-            "uid": workflow["metadata"]["uid"],
-            "blockOwnerDeletion": False,  # needs no permission on the workflow's finalizers
-        }
-        return cls(kfp_run, reference)
+        return cls(kfp_run, OwnerReference(name=str(name), uid=workflow["metadata"]["uid"]))

@@ -1,0 +1,37 @@
+"""How a pipeline begins and how it ends, around the steps that all have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tidemill.errors import ConfigError
+from tidemill.observe.links import links
+from tidemill.request import Request
+from tidemill.steps import teardown, validate
+
+
+def begin(request: Request, page: str) -> str:
+    """Refuse a run that cannot succeed, and write where to look while it goes on.
+
+    Args:
+        request: what a person asks for.
+        page: file for the page of links.
+
+    Returns:
+        The resolved settings as YAML.
+
+    Raises:
+        TidemillError: naming what is wrong and what to do.
+    """
+    config = request.settings()
+    Path(page).write_text(links(config, request.kfp_run), encoding="utf-8")
+    return validate(config.to_yaml())
+
+
+def end(request: Request) -> None:
+    """Give back what a run took; settings that are refused never got anything."""
+    try:
+        config = request.settings()
+    except ConfigError:
+        return
+    teardown(config.to_yaml())
