@@ -68,9 +68,10 @@ format: setup  ## Format the code and mend what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-golden: setup  ## Write again what is generated: docs/configuration.md and pipelines/compiled
+golden: setup  ## Write again what is generated: docs/configuration.md, pipelines/compiled and the golden RayJob
 	$(BIN)/python docs/generate.py
 	for name in $(PIPELINES); do $(BIN)/tidemill compile --pipeline $$name --output pipelines/compiled/$$name.yaml; done
+	$(BIN)/python tests/kuberay/manifest_rig.py
 
 bench: setup bench-peers  ## Every benchmark, each a table
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done

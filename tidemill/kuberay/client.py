@@ -121,6 +121,13 @@ class KubernetesCluster:
         finally:
             response.release_conn()
 
+    def rehearse(self, kind: Kind, manifest: Object) -> None:
+        """See `Cluster.rehearse`."""
+        query = {"dryRun": "All", "fieldValidation": "Strict"}
+        status, body = self.ask("POST", kind, query=query, body=manifest)
+        if status != 409:
+            self.expect(status, body, f"create {kind}", kind)
+
     def may(self, verb: str, kind: Kind) -> bool:
         """See `Cluster.may`."""
         attributes = {"verb": verb, "group": kind.group, "resource": kind.plural}
@@ -186,6 +193,8 @@ class KubernetesCluster:
         Raises:
             ClusterError, RunError: it is none.
         """
+        if status == 404 and is_gone(status, text):
+            raise ClusterError(f"cannot {what}: {message_of(text)}. Make it (k8s/ does), or mend kubernetes.namespace.")
         if status == 404:
             raise ClusterError(
                 f"the cluster knows no {kind}: install {kind.belongs_to}"

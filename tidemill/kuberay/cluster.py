@@ -87,6 +87,10 @@ class Cluster(Protocol):
         """The whole log of a container, line by line, until it ends."""
         ...
 
+    def rehearse(self, kind: Kind, manifest: Object) -> None:
+        """Have the cluster check an object as if it were made; keys that it does not know are refused too."""
+        ...
+
     def may(self, verb: str, kind: Kind) -> bool:
         """Whether we have a permission in the namespace."""
         ...

@@ -132,6 +132,10 @@ class FakeCluster:
         self.admit("get", PODS)
         yield from self.logs.get(pod, "").splitlines()
 
+    def rehearse(self, kind: Kind, manifest: Object) -> None:
+        """See `Cluster.rehearse`."""
+        self.admit("create", kind)
+
     def may(self, verb: str, kind: Kind) -> bool:
         """See `Cluster.may`."""
         return (verb, kind) not in self.forbidden
