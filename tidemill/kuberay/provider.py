@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tidemill.config import RunConfig
 from tidemill.kuberay import budget
+from tidemill.kuberay.access import check_access
 from tidemill.kuberay.attempts import Attempts, WallClock
 from tidemill.kuberay.client import KubernetesCluster
 from tidemill.kuberay.cluster import RAY_JOBS
@@ -36,7 +37,7 @@ class KubernetesProvider:
 
     def check(self) -> None:
         """See that the cluster has what the run needs, and lets us use it."""
-        self.cluster().list(RAY_JOBS, selector(self.config.name))
+        check_access(self.config, self.cluster())
 
     def provision(self, log: EventLog) -> dict[str, Any]:
         """Have the Ray cluster made, or find the one that is there."""
