@@ -21,6 +21,7 @@ from rich.console import Console
 from tidemill.config import RunConfig
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts, WallClock
+from tidemill.kuberay.board import Board
 from tidemill.kuberay.client import TIMEOUT, KubernetesCluster
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Kind, Object, name_of
 from tidemill.kuberay.mirror import Screen
@@ -94,7 +95,8 @@ class Bench:
         config, progress = self.config, Progress(Console(file=self.output, width=200))
         with EventLog(config.folder / "events.jsonl") as log:
             attempts = Attempts(config, self.steps, self.store, self.owner, WallClock())
-            yield Watcher(attempts, Screen(log, progress), budget.load(self.store, config.name))
+            board = Board(self.steps, config.name, self.owner)
+            yield Watcher(attempts, Screen(log, progress), budget.load(self.store, config.name), board)
 
     def provision(self) -> int:
         """The step provision."""

@@ -12,10 +12,10 @@ from tidemill.config import RunConfig
 from tidemill.kuberay import budget
 from tidemill.kuberay.access import check_access
 from tidemill.kuberay.attempts import Attempts, WallClock
+from tidemill.kuberay.board import Board
 from tidemill.kuberay.client import KubernetesCluster
-from tidemill.kuberay.cluster import RAY_JOBS
 from tidemill.kuberay.mirror import Screen
-from tidemill.kuberay.names import job_name, selector
+from tidemill.kuberay.names import job_name
 from tidemill.kuberay.owner import Owner, this_kfp_run
 from tidemill.kuberay.release import release_run
 from tidemill.kuberay.watch import Watcher
@@ -72,4 +72,5 @@ class KubernetesProvider:
         """Who looks after its attempts."""
         cluster = self.cluster()
         attempts = Attempts(self.config, cluster, store, Owner.of_this_step(cluster), WallClock())
-        return Watcher(attempts, screen, budget.load(store, self.config.name))
+        board = Board(cluster, self.config.name, attempts.owner)
+        return Watcher(attempts, screen, budget.load(store, self.config.name), board)
