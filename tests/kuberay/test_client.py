@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import urllib3
+from api_server import Server
 from cluster_contract import NOTHING, ClusterContract
 
 from tidemill.errors import ClusterError, ConfigError, RunError
@@ -23,43 +21,6 @@ class TestFakeCluster(ClusterContract):
     @pytest.fixture
     def cluster(self) -> Cluster:
         return FakeCluster(FakeClock(), missing=[WORKFLOWS, NOTHING])
-
-
-class Server(ThreadingHTTPServer):
-    """An API server that answers as it is told, in turn; the last answer stays."""
-
-    answers: list[tuple[int, object]]
-    asked: list[tuple[str, str, Any]]
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def answer(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        self.server.asked.append((self.command, self.path, json.loads(self.rfile.read(length) or "null")))
-        status, body = self.server.answers.pop(0) if len(self.server.answers) > 1 else self.server.answers[0]
-        text = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    do_GET = do_POST = do_PATCH = do_DELETE = answer
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server(("127.0.0.1", 0), Handler) as server:
-        server.answers, server.asked = [], []
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
 
 
 def kubeconfig(folder: Path, port: int) -> Path:
