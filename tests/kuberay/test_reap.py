@@ -35,12 +35,15 @@ def test_a_dry_run_only_tells(rig: Rig) -> None:
     assert rig.left() == [rig.job()]
 
 
-def test_a_run_that_ended_by_itself_only_waits_for_its_time_to_live(rig: Rig) -> None:
+def test_a_run_that_ended_by_itself_is_left_to_its_time_to_live_and_goes_after_a_day(rig: Rig) -> None:
+    rig.owner = Owner(kfp_run="kfp-1")
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.operator.succeed(rig.job())
     rig.clock.sleep(3600)
     assert reasons(rig, is_over=lambda run: True) == {}
+    rig.clock.sleep(24 * 3600)
+    assert reasons(rig) == {rig.job(): "it ended 1 day(s) ago"}
 
 
 def test_a_job_that_nobody_ever_watched_counts_from_its_creation(rig: Rig) -> None:
