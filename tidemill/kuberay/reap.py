@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tidemill.kuberay.attempts import has_ended
 from tidemill.kuberay.cluster import (
     CONFIG_MAPS,
     RAY_JOBS,
@@ -22,8 +23,6 @@ from tidemill.kuberay.cluster import (
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.kuberay.state import seconds
 
-ENDED = frozenset({"Complete", "Failed"})
-"""Deployment statuses after which KubeRay itself takes the cluster away."""
 MINUTE_S = 60.0
 DAY_S = 24 * 3600.0
 KEPT_S = 14 * DAY_S
@@ -84,12 +83,6 @@ def sweep(cluster: Cluster, now: float) -> None:
         updated = (board.get("data") or {}).get("updated", "")
         if RUN_LABEL in labels_of(board) and updated.isdecimal() and now - float(updated) > KEPT_S:
             cluster.delete(CONFIG_MAPS, name_of(board))
-
-
-def has_ended(job: Object) -> bool:
-    """Whether KubeRay takes the cluster away by itself."""
-    ended = (job.get("status") or {}).get("jobDeploymentStatus") in ENDED
-    return ended and bool(job["spec"].get("shutdownAfterJobFinishes"))
 
 
 def stale(job: Object, now: float) -> str | None:
