@@ -16,6 +16,7 @@ from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Cluster, Obje
 from tidemill.kuberay.manifest import ray_job
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, attempt_of, job_name, selector
 from tidemill.kuberay.owner import Owner
+from tidemill.kuberay.schema import check
 from tidemill.store.attempt import newest_attempt
 from tidemill.store.object_store import ObjectStore
 
@@ -80,10 +81,15 @@ class Attempts:
         """Make the RayJob of an attempt, or take over the one that is there; one on its way out is waited for.
 
         Raises:
-            RunError: that does not go.
+            ConfigError: the settings make a RayJob that the cluster would refuse.
+            RunError: the old one does not go.
         """
-        manifest = ray_job(self.config, number, owner=self.owner.reference, kfp_run_id=self.owner.kfp_run)
+        owner = self.owner
+        manifest = ray_job(
+            self.config, number, owner=owner.reference, kfp_run_id=owner.kfp_run, mlflow_run_id=owner.mlflow_run
+        )
         manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"}
+        check(manifest)
         found = self.cluster.create(RAY_JOBS, manifest)
         if found["metadata"].get("deletionTimestamp"):
             self.wait_until_gone([number])
