@@ -43,7 +43,7 @@ LAYERS = (
     ),
     ("tidemill.actors",),
     ("tidemill.run",),
-    ("tidemill.scoring", "tidemill.steps", "tidemill.ends"),
+    ("tidemill.scoring", "tidemill.steps", "tidemill.ends", "tidemill.renewal", "tidemill.sweep"),
     ("tidemill.attendance", "tidemill.interrupt", "tidemill.launch", "tidemill.outcome", "tidemill.run_folder"),
     ("tidemill.cli",),
     ("tidemill_components",),

@@ -8,6 +8,7 @@ from tidemill.errors import ConfigError
 from tidemill.observe.links import links
 from tidemill.request import Request
 from tidemill.steps import teardown, validate
+from tidemill.sweep import variants as split
 
 
 def begin(request: Request, page: str) -> str:
@@ -28,10 +29,16 @@ def begin(request: Request, page: str) -> str:
     return validate(config.to_yaml())
 
 
-def end(request: Request) -> None:
-    """Give back what a run took; settings that are refused never got anything."""
+def end(request: Request, variants: str) -> None:
+    """Give back what a run took, or all variants of a sweep; settings that are refused never got anything.
+
+    Args:
+        request: what a person asked for.
+        variants: those of a sweep, see `sweep.variants`; "" for a single run.
+    """
     try:
-        config = request.settings()
+        configs = list(split(request, variants)) if variants else [request.settings()]
     except ConfigError:
         return
-    teardown(config.to_yaml())
+    for config in configs:
+        teardown(config.to_yaml())
