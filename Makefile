@@ -31,7 +31,7 @@ export UV_LINK_MODE ?= hardlink
 # Reading bytecode is what halves the start of vLLM; see `setup`.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu clean
+.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu cluster-up cluster-down clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -102,6 +102,12 @@ images:  ## Build the images cpu and pipelines with docker; BUILDER='buildah bud
 
 image-gpu:  ## Build the image gpu
 	$(BUILDER) --target gpu --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-gpu:$(VERSION) .
+
+cluster-up:  ## A Kubernetes on this machine (kind, needs docker) with KFP, KubeRay, MinIO, MLflow and Tidemill
+	k8s/kind/up.sh
+
+cluster-down:  ## Remove that Kubernetes with all its data
+	kind delete cluster --name tidemill
 
 clean:  ## Remove what make and the tests made, but no run
 	rm -rf $(VENV) $(PEERS) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
