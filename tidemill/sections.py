@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Cores = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -272,8 +273,8 @@ class ClusterConfig(Section):
 class HeadPod(Section):
     """The pod that holds the schedule of the run and Ray's own services; no actor is placed there."""
 
-    cpus: Positive = 4
-    """Cores."""
+    cpus: Cores = 4
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 16
     """Memory; Ray's head is killed for lack of it below 4 GiB."""
 
@@ -283,8 +284,8 @@ class TrainerPod(Section):
     holds queue, rollouter and rewards. Their number is fixed for the run.
     """
 
-    cpus: Positive = 16
-    """Cores."""
+    cpus: Cores = 16
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 64
     """Memory, shared memory included."""
     shared_memory_gib: Positive = 16
@@ -294,8 +295,8 @@ class TrainerPod(Section):
 class RolloutPod(Section):
     """A pod of one engine with `rollout.tensor_parallel_size` GPUs."""
 
-    cpus: Positive = 8
-    """Cores."""
+    cpus: Cores = 8
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 64
     """Memory, shared memory included."""
     shared_memory_gib: Positive = 16
@@ -351,5 +352,7 @@ class KubernetesConfig(Section):
     gpu_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Budget of the run over all attempts, GPUs times hours of their pods; when it is used up the run commits a
     checkpoint, exports the model and ends, and says so. Null sets none."""
+    pages: dict[str, str] = Field(default_factory=dict)
+    """Addresses that a browser can open, for the page of links of a pipeline's first step: `ray`, `mlflow`, `store`."""
     max_restarts: Count = 3
     """New clusters for a run whose cluster failed in a way that may pass, such as a lost head pod."""

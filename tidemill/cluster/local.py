@@ -57,10 +57,10 @@ def weights_folder(config: RunConfig) -> Path:
 
 @contextmanager
 def ray_session(config: RunConfig) -> Iterator[None]:
-    """Ray for the time of the body: started here for `local`, joined at RAY_ADDRESS for `existing`.
+    """Ray for the time of the body: started here for `local`, else joined at RAY_ADDRESS, which Ray sets for its jobs.
 
     Raises:
-        ConfigError: `existing` without RAY_ADDRESS.
+        ConfigError: no RAY_ADDRESS to join.
         RunError: Ray does not start, or nobody answers at RAY_ADDRESS.
     """
     import ray  # inside, for the steps of a pipeline whose image is without it
@@ -71,7 +71,7 @@ def ray_session(config: RunConfig) -> Iterator[None]:
         if config.cluster.provider == "local":
             start_ray(config)
         else:
-            join_ray()
+            join_ray(config.cluster.provider)
         yield
     finally:
         ray.shutdown()
@@ -101,15 +101,14 @@ def start_ray(config: RunConfig) -> None:
         raise RunError(f"Ray does not start on this machine: {error}") from error
 
 
-def join_ray() -> None:
+def join_ray(provider: str) -> None:
     """Join the cluster at RAY_ADDRESS."""
     import ray
 
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        raise ConfigError(
-            "cluster.provider", "existing", "existing with RAY_ADDRESS set", "Set RAY_ADDRESS, or choose local."
-        )
+        fix = "Set RAY_ADDRESS, or choose local."
+        raise ConfigError("cluster.provider", provider, f"{provider} with RAY_ADDRESS set", fix)
     probe(address)
     try:
         ray.init(address=address, logging_level=logging.WARNING)

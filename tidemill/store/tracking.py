@@ -134,6 +134,23 @@ class Tracker:
         self.client.log_batch(self.run_id, metrics=metrics)
 
 
+def history(config: RunConfig, run_id: str, name: str) -> list[tuple[int, float]]:
+    """(step, value) of a metric, by step; one that was recorded again, by a restart, counts as it was last.
+
+    A server that is away costs the curve and not the run: then there are none, and the log says why.
+    """
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        points = client.get_metric_history(run_id, name)
+    except MlflowException as error:
+        log.warning("no curve of %s: MLflow at %s: %s", name, tracking_uri(config), error)
+        return []
+    newest = {point.step: point.value for point in sorted(points, key=lambda point: point.timestamp)}
+    return sorted(newest.items())
+
+
 def tracking_uri(config: RunConfig) -> str:
     """`tracking.uri`, or the SQLite file below `output`."""
     return config.tracking.uri or f"sqlite:///{config.output.resolve() / 'mlflow.db'}"
