@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
-from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Cluster, Object, labels_of, name_of
+from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, labels_of, name_of
 from tidemill.kuberay.manifest import ray_job
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, attempt_of, job_name, selector
 from tidemill.kuberay.owner import Owner
@@ -124,7 +124,9 @@ class Attempts:
 
 
 def wait_until_none(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock: Clock) -> None:
-    """Wait until no RayJob, RayCluster or pod is left of those that a selector and a test choose.
+    """Wait until no RayJob and no pod is left of those that a selector and a test choose.
+
+    A RayJob that is deleted in the foreground outlives its RayCluster.
 
     Raises:
         RunError: naming what is left after `REMOVAL_TIMEOUT_S`.
@@ -132,7 +134,7 @@ def wait_until_none(cluster: Cluster, chosen: str, ours: Callable[[Object], bool
     deadline = clock.time() + REMOVAL_TIMEOUT_S
     while left := [
         f"{kind.plural}/{name_of(thing)}"
-        for kind in (RAY_JOBS, RAY_CLUSTERS, PODS)
+        for kind in (RAY_JOBS, PODS)
         for thing in cluster.list(kind, chosen)
         if ours(thing)
     ]:
