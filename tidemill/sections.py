@@ -175,7 +175,7 @@ class TrainerConfig(Section):
     ppo_mini_batch_size: Positive = 16
     """Groups (prompts) per mini-batch."""
     ranks: Positive = 1
-    """Data-parallel trainer processes."""
+    """Trainer processes. Several share out the rows of a step, and each keeps its part of every parameter (FSDP)."""
     micro_batch_tokens: Positive = 4096
     """Tokens of packed groups in one forward pass; a longer group goes alone."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
