@@ -26,7 +26,12 @@ class EngineActor:
         from tidemill.rollout.engine import VllmEngine
 
         self.engine = VllmEngine(
-            model_path, config.rollout, config.data.max_prompt_tokens, config.seed + index, config.sync.transport
+            model_path,
+            config.rollout,
+            config.data.max_prompt_tokens,
+            config.seed + index,
+            config.sync.transport,
+            keep_prefix_cache=config.sync.keep_prefix_cache,
         )
         self.receiver = make_receiver(config) if config.sync.transport == "object_store" else None
 
