@@ -6,6 +6,7 @@ that nothing of it is left in memory or on disk.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from tidemill.config import RunConfig
@@ -27,6 +28,7 @@ from tidemill.kuberay.kinds import (
     Volume,
     VolumeMount,
 )
+from tidemill.kuberay.submitter import COMMAND, JOB
 from tidemill.sections import HeadPod, RolloutPod, TrainerPod
 
 USER = 1000
@@ -52,7 +54,7 @@ SHARED_MEMORY = VolumeMount(name="shared-memory", mount_path="/dev/shm")
 TOKEN = VolumeMount(name="token", mount_path="/var/run/secrets/kubernetes.io/serviceaccount", read_only=True)
 TOKEN_SECONDS = 3600
 HEAD_SHARED_MEMORY_GIB = 1
-SUBMITTER = Resources(requests={"cpu": "100m", "memory": "1Gi"}, limits={"memory": "1Gi"})
+SUBMITTER = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "256Mi"})
 PORTS = [Port(name="gcs-server", container_port=6379), Port(name="dashboard", container_port=8265)]
 
 
@@ -87,12 +89,14 @@ def rollout_template(config: RunConfig, labels: Labels) -> PodTemplate:
     return PodTemplate(metadata=Metadata(labels=labels), spec=spec)
 
 
-def submitter_template(config: RunConfig, labels: Labels) -> PodTemplate:
+def submitter_template(config: RunConfig, labels: Labels, entrypoint: str) -> PodTemplate:
     """The pod that hands the job to Ray; the run fails with it."""
+    job = json.dumps({"entrypoint": entrypoint, "runtime_env": config.kubernetes.runtime_env})
     container = Container(
         name="ray-job-submitter",
         image=config.kubernetes.image,
-        env=variables(ENVIRONMENT | config.kubernetes.env),
+        command=COMMAND,
+        env=variables({JOB: job}),
         resources=SUBMITTER,
         volume_mounts=[TEMPORARY, WORKING],
     )
