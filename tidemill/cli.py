@@ -85,8 +85,8 @@ def train(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score and answers of a model."""
     from tidemill.preflight import check_inputs, check_model
+    from tidemill.provider import score
     from tidemill.run_file import load_config
-    from tidemill.steps import score
 
     config = load_config(arguments.file, arguments.overrides)
     if config.data.held_out is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, StoreError
+from tidemill.kuberay.release import release_this_pipeline
 from tidemill.observe.links import links
 from tidemill.request import Request
 from tidemill.steps import teardown, validate
@@ -29,9 +30,13 @@ def begin(request: Request, page: str) -> str:
 
 
 def end(request: Request) -> None:
-    """Give back what a run took; settings that are refused never got anything."""
+    """Give back what a run took.
+
+    Settings that are refused never got anything; but they may lie in a store that does not answer any more.
+    """
     try:
         config = request.settings()
-    except ConfigError:
+    except (ConfigError, StoreError):
+        release_this_pipeline(request.kfp_run)
         return
     teardown(config.to_yaml())

@@ -12,10 +12,11 @@ from typing import Protocol
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
-from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Cluster, Object, labels_of, name_of
+from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, labels_of, name_of
 from tidemill.kuberay.manifest import ray_job
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, attempt_of, job_name, selector
 from tidemill.kuberay.owner import Owner
+from tidemill.kuberay.schema import check
 from tidemill.store.attempt import newest_attempt
 from tidemill.store.object_store import ObjectStore
 
@@ -80,10 +81,15 @@ class Attempts:
         """Make the RayJob of an attempt, or take over the one that is there; one on its way out is waited for.
 
         Raises:
-            RunError: that does not go.
+            ConfigError: the settings make a RayJob that the cluster would refuse.
+            RunError: the old one does not go.
         """
-        manifest = ray_job(self.config, number, owner=self.owner.reference, kfp_run_id=self.owner.kfp_run)
+        owner = self.owner
+        manifest = ray_job(
+            self.config, number, owner=owner.reference, kfp_run_id=owner.kfp_run, mlflow_run_id=owner.mlflow_run
+        )
         manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"}
+        check(manifest)
         found = self.cluster.create(RAY_JOBS, manifest)
         if found["metadata"].get("deletionTimestamp"):
             self.wait_until_gone([number])
@@ -118,7 +124,9 @@ class Attempts:
 
 
 def wait_until_none(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock: Clock) -> None:
-    """Wait until no RayJob, RayCluster or pod is left of those that a selector and a test choose.
+    """Wait until no RayJob and no pod is left of those that a selector and a test choose.
+
+    A RayJob that is deleted in the foreground outlives its RayCluster.
 
     Raises:
         RunError: naming what is left after `REMOVAL_TIMEOUT_S`.
@@ -126,7 +134,7 @@ def wait_until_none(cluster: Cluster, chosen: str, ours: Callable[[Object], bool
     deadline = clock.time() + REMOVAL_TIMEOUT_S
     while left := [
         f"{kind.plural}/{name_of(thing)}"
-        for kind in (RAY_JOBS, RAY_CLUSTERS, PODS)
+        for kind in (RAY_JOBS, PODS)
         for thing in cluster.list(kind, chosen)
         if ours(thing)
     ]:

@@ -15,6 +15,7 @@ WORKFLOW = "TIDEMILL_WORKFLOW"
 """Environment variable of a step: name of its Argo Workflow, from the pod's label."""
 KFP_RUN = "TIDEMILL_KFP_RUN"
 """Environment variable of a step: id of its KFP run."""
+MLFLOW_RUN = "MLFLOW_RUN_ID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +25,28 @@ class Owner:
     Attributes:
         kfp_run: id of the KFP run, None outside of one.
         reference: as in `metadata.ownerReferences`, None without a workflow.
+        mlflow_run: run that KFP's MLflow plugin made for the step, None without it.
     """
 
     kfp_run: str | None = None
     reference: OwnerReference | None = None
+    mlflow_run: str | None = None
 
     @classmethod
     def of_this_step(cls, cluster: Cluster) -> Owner:
         """The pipeline run that this process is a step of.
 
-        A workflow that is gone, or that there is no way to look at, owns nothing: the other guarantees remain.
+        A workflow that is gone owns nothing: the other guarantees remain.
 
         Raises:
             ClusterError, RunError: the cluster refuses the look, or cannot be reached.
         """
-        name, kfp_run = os.environ.get(WORKFLOW), os.environ.get(KFP_RUN) or None
+        name = os.environ.get(WORKFLOW)
         workflow = cluster.get(WORKFLOWS, name) if name else None
-        if workflow is None:
-            return cls(kfp_run)
-        return cls(kfp_run, OwnerReference(name=str(name), uid=workflow["metadata"]["uid"]))
+        reference = None if workflow is None else OwnerReference(name=str(name), uid=workflow["metadata"]["uid"])
+        return cls(this_kfp_run(), reference, os.environ.get(MLFLOW_RUN) or None)
+
+
+def this_kfp_run() -> str | None:
+    """Id of the KFP run that this process is a step of, None outside of one."""
+    return os.environ.get(KFP_RUN) or None
