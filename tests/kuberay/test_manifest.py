@@ -152,6 +152,15 @@ def test_pods_that_a_run_cannot_lose_are_not_moved() -> None:
         assert annotations == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 
 
+def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint() -> None:
+    """kueue#7569: a suspended run loses its head, and with it whatever no checkpoint holds."""
+    for role, template in templates(ray_job(on_kubernetes(), 1)).items():
+        hook = container(template).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+        grace = template["spec"].get("terminationGracePeriodSeconds")
+        waits = (hook[-1:], grace) == (["tidemill.kuberay.farewell"], 120)
+        assert waits == (role in ("head", "trainer"))
+
+
 def test_one_image_and_one_ray_everywhere() -> None:
     """A client of another Ray than the head's is refused."""
     job = ray_job(on_kubernetes("kubernetes.image=registry/tidemill:7"), 1)

@@ -15,7 +15,10 @@ from tidemill.kuberay.kinds import (
     EmptyDir,
     EnvFrom,
     EnvVar,
+    Exec,
+    Hook,
     Labels,
+    Lifecycle,
     Metadata,
     Named,
     PodSecurityContext,
@@ -53,6 +56,9 @@ WORKING = VolumeMount(name="work", mount_path=WORK)
 SHARED_MEMORY = VolumeMount(name="shared-memory", mount_path="/dev/shm")
 TOKEN = VolumeMount(name="token", mount_path="/var/run/secrets/kubernetes.io/serviceaccount", read_only=True)
 TOKEN_SECONDS = 3600
+FAREWELL = ["python3", "-m", "tidemill.kuberay.farewell"]
+GRACE_S = 120
+"""Seconds that head and trainer pods get to end; a step and a checkpoint that take longer are lost."""
 HEAD_SHARED_MEMORY_GIB = 1
 SUBMITTER = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "256Mi"})
 PORTS = [Port(name="gcs-server", container_port=6379), Port(name="dashboard", container_port=8265)]
@@ -70,7 +76,7 @@ def head_template(config: RunConfig, labels: Labels, extra: Mapping[str, str], *
     container = ray_container(config, config.kubernetes.head, 0, extra).model_copy(update={"ports": PORTS})
     volumes = [*folders(HEAD_SHARED_MEMORY_GIB), *([token_volume()] if scales else [])]
     spec = pod(config, container, volumes, config.kubernetes.trainer_priority_class)
-    return PodTemplate(metadata=lasting(labels), spec=spec)
+    return PodTemplate(metadata=lasting(labels), spec=unhurried(spec))
 
 
 def trainer_template(config: RunConfig, labels: Labels, ranks: int) -> PodTemplate:
@@ -78,7 +84,7 @@ def trainer_template(config: RunConfig, labels: Labels, ranks: int) -> PodTempla
     size = config.kubernetes.trainer
     container = ray_container(config, size, ranks)
     spec = worker(config, container, size.shared_memory_gib, config.kubernetes.trainer_priority_class)
-    return PodTemplate(metadata=lasting(labels), spec=spec)
+    return PodTemplate(metadata=lasting(labels), spec=unhurried(spec))
 
 
 def rollout_template(config: RunConfig, labels: Labels) -> PodTemplate:
@@ -127,6 +133,13 @@ def worker(config: RunConfig, container: Container, shared_memory_gib: int, prio
     return spec.model_copy(
         update={"node_selector": node_labels(config) or None, "tolerations": tolerations(config) or None}
     )
+
+
+def unhurried(spec: PodSpec) -> PodSpec:
+    """A pod that gets time for a checkpoint before it ends."""
+    hook = Lifecycle(pre_stop=Hook(exec_=Exec(command=FAREWELL)))
+    containers = [container.model_copy(update={"lifecycle": hook}) for container in spec.containers]
+    return spec.model_copy(update={"containers": containers, "termination_grace_period_seconds": GRACE_S})
 
 
 def node_labels(config: RunConfig) -> Labels:
