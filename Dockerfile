@@ -23,7 +23,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY constraints.txt ./
-RUN /opt/uv/bin/pip wheel --no-cache-dir --no-deps --constraint constraints.txt --wheel-dir /wheels pycosat
+RUN /opt/uv/bin/pip wheel --no-cache-dir --no-deps --use-pep517 --constraint constraints.txt \
+    --wheel-dir /wheels pycosat
 COPY LICENSE README.md pyproject.toml ./
 COPY components components
 COPY pipelines pipelines

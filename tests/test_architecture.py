@@ -44,7 +44,7 @@ LAYERS = (
     ),
     ("tidemill.actors",),
     ("tidemill.run",),
-    ("tidemill.provider", "tidemill.steps", "tidemill.ends"),
+    ("tidemill.provider", "tidemill.steps", "tidemill.ends", "tidemill.renewal", "tidemill.sweep"),
     (
         "tidemill.attendance",
         "tidemill.interrupt",

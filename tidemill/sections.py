@@ -30,8 +30,9 @@ class DataConfig(Section):
     """Where prompts come from."""
 
     train: str
-    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file), `hf://DATASET:SPLIT`,
-    or `reasoning_gym://TASK`. The last two take options of their own: `reasoning_gym://TASK?seed=2&size=50`."""
+    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file, or `s3://BUCKET/KEY` at
+    `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two take options of their own:
+    `reasoning_gym://TASK?seed=2&size=50`."""
     held_out: str | None = None
     """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
     prompt_key: str = "prompt"

@@ -28,7 +28,7 @@ from tidemill.rollout.prompts import (
 )
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rollouter import Rollouter
-from tidemill.store.locate import model_here
+from tidemill.store.locate import Locator, model_here
 
 MAX_REWARD_WORKERS = 32
 
@@ -57,8 +57,9 @@ class RolloutActor:
         """Read the prompts and start the reward workers; not in the constructor, whose errors look like its death."""
         config = self.config
         tokenizer = load_tokenizer(self.model_path or (await asyncio.to_thread(model_here, config)).path)
-        self.prompts = load_prompts(config.data, tokenizer, config.seed)
-        held_out = load_held_out(config.data, tokenizer, config.seed)
+        fetch = Locator.of(config).fetch_file
+        self.prompts = load_prompts(config.data, tokenizer, config.seed, fetch)
+        held_out = load_held_out(config.data, tokenizer, config.seed, fetch)
         self.digests = data_digests(self.prompts, held_out)
         if self.restored is not None:
             check_same_data(config.data, self.restored, self.digests)
