@@ -47,6 +47,8 @@ ENVIRONMENT = {
     "HF_HOME": f"{WORK}/huggingface",
     "HOME": WORK,  # what libraries compile or download goes below it
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would hold a pod that is told to end for 30 s, waiting for what its actors do; see `farewell.py`.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TIDEMILL_CACHE": f"{WORK}/cache",
     "TIDEMILL_SCRATCH": RUNS,
