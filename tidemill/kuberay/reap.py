@@ -9,13 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tidemill.kuberay.cluster import RAY_JOBS, WORKFLOWS, Cluster, Object, annotations_of, labels_of, name_of
-from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, selector
+from tidemill.kuberay.cluster import (
+    CONFIG_MAPS,
+    RAY_JOBS,
+    WORKFLOWS,
+    Cluster,
+    Object,
+    annotations_of,
+    labels_of,
+    name_of,
+)
+from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.kuberay.state import seconds
 
 ENDED = frozenset({"Complete", "Failed"})
 """Deployment statuses after which KubeRay itself takes the cluster away."""
 MINUTE_S = 60.0
+KEPT_S = 14 * 24 * 3600.0
+"""So long do the notes of a run stay."""
 IsOver = Callable[[str], bool]
 """Whether a KFP run, named by its id, is over."""
 
@@ -57,6 +68,18 @@ def forsaken(cluster: Cluster, older_than_s: float, now: float, is_over: IsOver 
         reason = silent(job, older_than_s, now) or orphaned(cluster, job) or finished(job, is_over)
         if reason is not None:
             yield Reaped(name_of(job), reason)
+
+
+def sweep(cluster: Cluster, now: float) -> None:
+    """Delete the notes of runs that have not changed for long.
+
+    Raises:
+        ClusterError, RunError: the cluster refuses us, or cannot be reached.
+    """
+    for board in cluster.list(CONFIG_MAPS, selector()):
+        updated = (board.get("data") or {}).get("updated", "")
+        if RUN_LABEL in labels_of(board) and updated.isdecimal() and now - float(updated) > KEPT_S:
+            cluster.delete(CONFIG_MAPS, name_of(board))
 
 
 def has_ended(job: Object) -> bool:
