@@ -24,14 +24,14 @@ class Restart:
     Attributes:
         position: how far the run was.
         ledger: state of the prompt ledger.
-        mlflow_run_id: the run that goes on.
+        mlflow_run_id: the run that goes on; None if MLflow was away all the time.
         identity: the settings that must not change between attempts.
         held_out_before: the first policy's evaluation, so that the report still has it.
     """
 
     position: Position
     ledger: Mapping[str, object]
-    mlflow_run_id: str
+    mlflow_run_id: str | None
     identity: Mapping[str, Any]
     held_out_before: Evaluation | None
 
