@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -111,7 +112,10 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
 
 def wait_for_port(port: int) -> None:
     deadline = time.monotonic() + 60
-    while socket.socket().connect_ex(("127.0.0.1", port)):
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -179,6 +183,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         tree = settings(folder, store, f"http://127.0.0.1:{port}")
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)]),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "TIDEMILL_S3_ACCESS_KEY": server.access_key,
             "TIDEMILL_S3_SECRET_KEY": server.secret_key,
             "TIDEMILL_CONFIG": yaml.safe_dump(tree),
