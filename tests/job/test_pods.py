@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -97,6 +98,8 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     """A head here, and the other nodes apart."""
     scratch, port = folder / "scratch", free_port()
     scratch.mkdir()
+    own = f'"{scratch}" /dev/shm "{environment["RAY_TMPDIR"]}"'
+    mount = f'for own in {own}; do mount -t tmpfs tmpfs "$own" || exit; done; exec "$@"'
     with ExitStack() as stack:
         head = ray_start("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
         stack.enter_context(process(head, environment, folder / "head.log"))
@@ -104,7 +107,6 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         nodes = {}
         for name, resources in NODES.items():
             join = ray_start(f"--address=127.0.0.1:{port}", "--num-cpus=1", f"--resources={json.dumps(resources)}")
-            mount = f'mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "{scratch}" && exec "$@"'
             command = ["unshare", "--mount", "sh", "-c", mount, "sh", *join]
             nodes[name] = stack.enter_context(process(command, environment, folder / f"{name}.log"))
         yield Cluster(environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}, scratch, nodes)
@@ -183,6 +185,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         tree = settings(folder, store, f"http://127.0.0.1:{port}")
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)]),
+            "RAY_TMPDIR": stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",

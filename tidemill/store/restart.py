@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tidemill.config import RunConfig
@@ -79,8 +77,7 @@ def find_restart(config: RunConfig, checkpoints: Checkpoints) -> Restart | None:
     """
     if checkpoints.latest() is None:
         return None
-    with TemporaryDirectory(prefix="tidemill-restart-") as folder:
-        found = checkpoints.newest_valid(Path(folder))
+    found = checkpoints.newest_valid()
     if found is None:
         return None
     restart = Restart.from_state(found[1])
