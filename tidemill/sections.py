@@ -261,7 +261,7 @@ class RegistryConfig(Section):
     min_score: float | None = None
     """Held-out score that the policy must reach; null asks only that it did not get worse."""
     alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "candidate"
-    """Alias that the new version gets."""
+    """Alias that the new version gets; it also becomes the `champion` if it scores no less than the present one."""
 
 
 class ClusterConfig(Section):
