@@ -23,8 +23,8 @@ VERBS = {
 }
 LOGS = {"log", "follow"}
 KINDS = {name: value for module in (cluster, access) for name, value in vars(module).items() if isinstance(value, Kind)}
-# What runs as the reaper; everything else of the room is a step's, or a person's own with an account of theirs.
-REAPER = {"reap.py", "release.py"}
+# What runs as the reaper; everything else of the room is called by steps.
+REAPER = "reap.py"
 OUTSIDE = {"client.py", "cluster.py", "fake.py"}  # the protocol itself, and its stand-in
 # Asked for only where the account may: see the docstring of tidemill.kuberay.access.
 OPTIONAL = {("", "secrets", "get")}
@@ -62,8 +62,7 @@ def on_cluster(node: ast.expr) -> bool:
 
 def asked(*, by_reaper: bool) -> set[Rule]:
     room = [path for path in (ROOT / "tidemill" / "kuberay").glob("*.py") if path.name not in OUTSIDE]
-    chosen = [path for path in room if path.name in REAPER] if by_reaper else room
-    return {rule for path in chosen for rule in calls(path)}
+    return {rule for path in room if (path.name == REAPER) is by_reaper for rule in calls(path)}
 
 
 def granted(account: str) -> set[Rule]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tidemill.config import RunConfig
 from tidemill.errors import ClusterError, ConfigError
-from tidemill.kuberay.cluster import EVENTS, NODES, PODS, RAY_JOBS, SECRETS, Kind, Object, labels_of
+from tidemill.kuberay.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, RAY_JOBS, SECRETS, Kind, Object, labels_of
 from tidemill.kuberay.kinds import Labels
 from tidemill.kuberay.manifest import RANKS_PER_POD, ray_job
 from tidemill.kuberay.pods import GPU_PRODUCT, STORE_KEYS, node_labels
@@ -23,6 +23,7 @@ PERMISSIONS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (PODS, ("list",)),
     (LOGS, ("get",)),
     (EVENTS, ("list",)),
+    (CONFIG_MAPS, ("create", "get", "patch")),
 )
 """What the steps of a run do in its namespace."""
 
