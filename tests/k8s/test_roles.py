@@ -25,7 +25,8 @@ LOGS = {"log", "follow"}
 KINDS = {name: value for module in (cluster, access) for name, value in vars(module).items() if isinstance(value, Kind)}
 # What runs as the reaper; everything else of the room is called by steps.
 REAPER = "reap.py"
-OUTSIDE = {"client.py", "cluster.py", "fake.py"}  # the protocol itself, and its stand-in
+# The protocol itself and its stand-in; and what a person asks, with an account of their own.
+OUTSIDE = {"client.py", "cluster.py", "fake.py", "status.py"}
 # Asked for only where the account may: see the docstring of tidemill.kuberay.access.
 OPTIONAL = {("", "secrets", "get")}
 
