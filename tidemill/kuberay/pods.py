@@ -27,6 +27,7 @@ from tidemill.kuberay.kinds import (
     Volume,
     VolumeMount,
 )
+from tidemill.kuberay.names import API_SERVER_LABEL
 from tidemill.sections import HeadPod, RolloutPod, TrainerPod
 
 USER = 1000
@@ -68,7 +69,7 @@ def head_template(config: RunConfig, labels: Labels, extra: Mapping[str, str], *
     container = ray_container(config, config.kubernetes.head, 0, extra).model_copy(update={"ports": PORTS})
     volumes = [*folders(HEAD_SHARED_MEMORY_GIB), *([token_volume()] if scales else [])]
     spec = pod(config, container, volumes, config.kubernetes.trainer_priority_class)
-    return PodTemplate(metadata=lasting(labels), spec=spec)
+    return PodTemplate(metadata=lasting(labels | ({API_SERVER_LABEL: "true"} if scales else {})), spec=spec)
 
 
 def trainer_template(config: RunConfig, labels: Labels, ranks: int) -> PodTemplate:
