@@ -58,6 +58,13 @@ each is taken over, listed as left out, or refused by name. docs/from_verl.md ha
   tidemill convert-verl dapo_7b_math.sh > run.yaml
   tidemill convert-verl dapo_7b_math.sh trainer.n_gpus_per_node=4 ~reward_model.reward_manager > run.yaml
 """
+TIMELINE = """
+Draws when trainer and engines of a run were at work, from its events.jsonl; a resumed run since it was resumed. The
+picture is an SVG file; a name in .json makes a trace instead, which https://ui.perfetto.dev opens.
+
+  tidemill timeline addition-1
+  tidemill timeline runs/addition-1 --last 10 --output timeline.json
+"""
 UI = """
 Serves the MLflow pages of all runs below a folder, until Ctrl-C.
 
@@ -118,6 +125,11 @@ def build_parser() -> argparse.ArgumentParser:
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
     convert.add_argument("script", help="shell script with one verl command")
     convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
+
+    timeline = add(commands, "timeline", "draw when trainer and engines of a run were at work", TIMELINE)
+    timeline.add_argument("run", metavar="RUN", help="name below runs/, or folder")
+    timeline.add_argument("--last", type=positive, metavar="N", help="the last N steps (default: all)")
+    timeline.add_argument("--output", metavar="FILE", help=".svg or .json file (default: timeline.svg of the run)")
 
     ui = add(commands, "ui", "open curves and models of all runs", UI)
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
