@@ -21,6 +21,7 @@ from tidemill.rollout.prompts import take
 from tidemill.rollout.rewards import resolve
 from tidemill.rollout.sources import Row, load_rows
 from tidemill.store.checkpoint import has_checkpoints
+from tidemill.store.locate import Locator
 from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.smollm2 import SMOLLM2
@@ -46,7 +47,8 @@ def check_inputs(config: RunConfig) -> None:
         ConfigError, DataError, RewardError: naming the setting, the file and line, or the function.
     """
     sources = {"data.train": config.data.train, "data.held_out": config.data.held_out}
-    rows = {key: load_rows(source, config.data, key) for key, source in sources.items() if source is not None}
+    named = {key: source for key, source in sources.items() if source is not None}
+    rows = {key: load_rows(source, config.data, key, Locator.of(config).fetch_file) for key, source in named.items()}
     for reward in config.rewards:
         resolve(reward.function)
         if reward.function in NEED_ANSWERS:

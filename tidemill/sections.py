@@ -30,8 +30,9 @@ class DataConfig(Section):
     """Where prompts come from."""
 
     train: str
-    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file), `hf://DATASET:SPLIT`,
-    or `reasoning_gym://TASK`. The last two take options of their own: `reasoning_gym://TASK?seed=2&size=50`."""
+    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file, or `s3://BUCKET/KEY` at
+    `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two take options of their own:
+    `reasoning_gym://TASK?seed=2&size=50`."""
     held_out: str | None = None
     """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
     prompt_key: str = "prompt"
@@ -353,5 +354,7 @@ class KubernetesConfig(Section):
     gpu_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Budget of the run over all attempts, GPUs times hours of their pods; when it is used up the run commits a
     checkpoint, exports the model and ends, and says so. Null sets none."""
+    pages: dict[str, str] = Field(default_factory=dict)
+    """Addresses that a browser can open, for the page of links of a pipeline's first step: `ray`, `mlflow`, `store`."""
     max_restarts: Count = 3
     """New clusters for a run whose cluster failed in a way that may pass, such as a lost head pod."""
