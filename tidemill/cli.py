@@ -1,4 +1,4 @@
-"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | ui`.
+"""The command line: `tidemill run | train | evaluate | generate | compile | submit | schedule | ...`.
 
 Heavy libraries are imported by the command that needs them, so that help and mistakes are answered at once.
 """
@@ -158,6 +158,22 @@ def compile_to(pipeline: str, path: Path) -> None:
         raise RunError(f"the pipeline cannot be written to {path}:\n{done.stderr.strip()}")
 
 
+def submit(arguments: argparse.Namespace) -> int:
+    """A run on KFP."""
+    from tidemill.submission import submit as submit_run
+
+    need_kfp()
+    return submit_run(arguments)
+
+
+def schedule(arguments: argparse.Namespace) -> int:
+    """Runs on KFP, again and again."""
+    from tidemill.submission import schedule as schedule_runs
+
+    need_kfp()
+    return schedule_runs(arguments)
+
+
 def convert_verl(arguments: argparse.Namespace) -> int:
     """A run file from a verl script."""
     from tidemill.verl.convert import convert
@@ -225,6 +241,8 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "compile": compile_pipeline,
+    "submit": submit,
+    "schedule": schedule,
     "convert-verl": convert_verl,
     "ui": ui,
 }
