@@ -179,7 +179,8 @@ def schedule(service: Service, given: Mapping[str, Any]) -> dict[str, str]:
 def schedules(service: Service, given: Mapping[str, Any]) -> dict[str, Any]:
     """The schedules there are."""
     del given
-    found, token = [], ""
+    found: list[Any] = []
+    token = ""
     while True:
         page = service.client.list_recurring_runs(page_token=token, page_size=PAGE, namespace=service.namespace or None)
         found += page.recurring_runs or []

@@ -52,6 +52,10 @@ Writes a pipeline as KFP takes it: upload the file in its UI, or `kfp pipeline c
 
   tidemill compile
   tidemill compile --pipeline sweep --output sweep.yaml
+
+With --manifests it checks and prints what a run makes in a Kubernetes cluster, and sends nothing.
+
+  tidemill compile --manifests run.yaml kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3
 """
 SUBMIT = """
 Starts a run on KFP, for a run file with cluster.provider: kuberay. Prompts that are files of this machine go to the
@@ -132,12 +136,14 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
 
-    compile_ = add(commands, "compile", "write the pipeline for KFP", COMPILE)
+    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
     compile_.add_argument(
         "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
     )
-    compile_.add_argument("--output", help="file (default: NAME.yaml)")
+    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
     compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
+    settings(compile_)
 
     submit = add(commands, "submit", "start a run on KFP", SUBMIT)
     submit.add_argument("file", help="the run, as YAML")

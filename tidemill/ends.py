@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, StoreError
+from tidemill.kuberay.release import release_this_pipeline
 from tidemill.observe.links import links
 from tidemill.request import Request
 from tidemill.steps import teardown, validate
@@ -30,7 +31,9 @@ def begin(request: Request, page: str) -> str:
 
 
 def end(request: Request, variants: str) -> None:
-    """Give back what a run took, or all variants of a sweep; settings that are refused never got anything.
+    """Give back what a run took, or all variants of a sweep.
+
+    Settings that are refused never got anything; but they may lie in a store that does not answer any more.
 
     Args:
         request: what a person asked for.
@@ -38,7 +41,8 @@ def end(request: Request, variants: str) -> None:
     """
     try:
         configs = list(split(request, variants)) if variants else [request.settings()]
-    except ConfigError:
+    except (ConfigError, StoreError):
+        release_this_pipeline(request.kfp_run)
         return
     for config in configs:
         teardown(config.to_yaml())

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Cores = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -272,8 +273,8 @@ class ClusterConfig(Section):
 class HeadPod(Section):
     """The pod that holds the schedule of the run and Ray's own services; no actor is placed there."""
 
-    cpus: Positive = 4
-    """Cores."""
+    cpus: Cores = 4
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 16
     """Memory; Ray's head is killed for lack of it below 4 GiB."""
 
@@ -283,8 +284,8 @@ class TrainerPod(Section):
     holds queue, rollouter and rewards. Their number is fixed for the run.
     """
 
-    cpus: Positive = 16
-    """Cores."""
+    cpus: Cores = 16
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 64
     """Memory, shared memory included."""
     shared_memory_gib: Positive = 16
@@ -294,8 +295,8 @@ class TrainerPod(Section):
 class RolloutPod(Section):
     """A pod of one engine with `rollout.tensor_parallel_size` GPUs."""
 
-    cpus: Positive = 8
-    """Cores."""
+    cpus: Cores = 8
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 64
     """Memory, shared memory included."""
     shared_memory_gib: Positive = 16

@@ -12,31 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from rich.console import Console
 
-from tidemill.cluster.local import LocalCluster
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.failure import recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
 from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, render
-from tidemill.preflight import (
-    check_cluster,
-    check_inputs,
-    check_model,
-    check_restart,
-    check_room,
-    check_store,
-    check_tracking,
-    count_weights,
-)
-from tidemill.protocols import Answer, Evaluation
+from tidemill.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
+from tidemill.protocols import Evaluation, evaluation_from_json
+from tidemill.provider import provider_of
 from tidemill.run_file import parse_config
-from tidemill.store.locate import Locator, locate_model, pin_model
+from tidemill.store.locate import pin_model
 
 LogMetric = Callable[[str, float], None]
 STEPS = ("validate", "provision", "train", "evaluate", "register")
@@ -55,7 +45,7 @@ def step(name: str, run: RunConfig) -> Iterator[EventLog]:
 
 
 def validate(config: str) -> str:
-    """Refuse a run that cannot succeed: settings, prompts, rewards, model, store and room on this machine.
+    """Refuse a run that cannot succeed: settings, prompts, rewards, model, store, and the place that it runs in.
 
     Returns:
         The settings with every default, as YAML; an alias of the registry is replaced by the version that it names now.
@@ -67,27 +57,25 @@ def validate(config: str) -> str:
     with step("validate", run):
         check_inputs(run)
         check_model(run)
-        check_cluster(run)
         check_tracking(run.tracking.uri)
         check_store(run)
         check_restart(run)
-        check_room(run, weights=0)
+        provider_of(run).check()
         pinned = pin_model(run)
     return pinned.to_yaml()
 
 
 def provision(config: str) -> str:
-    """Start what the run needs and make the model ready; what a failed try left is used again.
+    """Take what the run needs: store and model on this machine, or a Ray cluster. What a failed try left is used again.
 
     Returns:
-        JSON: `store`, the endpoint; `model`, the local folder; `source`, where the model came from.
+        JSON: on this machine `store`, the endpoint, `model`, the local folder, and `source`, where the model came from;
+        on Kubernetes `attempt`, `job`, the RayJob, and its `namespace`.
     """
     run = parse_config(config)
-    with step("provision", run):
-        endpoint = LocalCluster(run).provision()
-        model = locate_model(run)
-        check_room(run, count_weights(model.path))
-    return json.dumps({"store": endpoint, "model": str(model.path), "source": model.source})
+    with step("provision", run) as log:
+        provisioned = provider_of(run).provision(log)
+    return json.dumps(provisioned)
 
 
 def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
@@ -95,18 +83,15 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
 
     Args:
         config: settings as YAML.
-        provisioned: what `provision` returned; it orders the steps.
+        provisioned: what `provision` returned.
         log_metric: gets the numbers of the summary.
 
     Returns:
         JSON of `observe.report.Summary`.
     """
-    del provisioned
     run = parse_config(config)
-    from tidemill.run import train as run_train
-
-    with step("train", run):
-        summary = run_train(run)
+    with step("train", run) as log:
+        summary = provider_of(run).train(json.loads(provisioned), log)
         summary.write(run.folder / "summary.json")
     for name, value in asdict(summary).items():
         if isinstance(value, int | float):
@@ -115,7 +100,7 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
 
 
 def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
-    """Load the exported model in an engine of its own and score the held-out prompts.
+    """The score of the exported model on the held-out prompts, from a fresh engine.
 
     Returns:
         JSON of `protocols.Evaluation` with the answers that the report shows, or `null` without `data.held_out`; MLflow
@@ -124,9 +109,9 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
     run = parse_config(config)
     trained = Summary.from_json(summary)
     with step("evaluate", run) as log:
-        if run.data.held_out is None or trained.model_uri is None:
+        evaluation = None if run.data.held_out is None else provider_of(run).score(trained)
+        if evaluation is None:
             return "null"
-        evaluation = score(run, trained.model_uri)
         answers = [asdict(answer) for answer in evaluation.answers]
         log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
         track_evaluation(run, trained, evaluation)
@@ -138,20 +123,6 @@ def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
     """The evaluation with the answers that the report shows: what steps pass on is kept in etcd, which takes little."""
     asked = {sample.prompt for sample in summary.samples}
     return replace(evaluation, answers=tuple(answer for answer in evaluation.answers if answer.prompt in asked))
-
-
-def score(run: RunConfig, model: str) -> Evaluation:
-    """Greedy answers of a model, wherever it lies, to the run's held-out prompts.
-
-    Raises:
-        ConfigError: the run has none.
-    """
-    from tidemill.scoring import score_model
-
-    if run.data.held_out is None:
-        raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")
-    with TemporaryDirectory(prefix="tidemill-model-") as folder:
-        return score_model(run, Locator.of(run).bring(model, Path(folder)).path)
 
 
 class Pointer(Protocol):
@@ -177,7 +148,7 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
     """
     run = parse_config(config)
     with step("register", run) as log:
-        final = with_times(registered(run, scored(Summary.from_json(summary), read_evaluation(evaluation))), run)
+        final = with_times(registered(run, scored(Summary.from_json(summary), evaluation_from_json(evaluation))), run)
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.reason('model_version')}"))
         final.write(run.folder / "summary.json")
@@ -220,13 +191,7 @@ def teardown(config: str) -> None:
         run = parse_config(config)
     except ConfigError:
         return
-    LocalCluster(run).teardown()
-
-
-def read_evaluation(text: str) -> Evaluation | None:
-    """What `evaluate` returned."""
-    tree: dict[str, Any] | None = json.loads(text)
-    return None if tree is None else Evaluation(**tree | {"answers": tuple(Answer(**a) for a in tree["answers"])})
+    provider_of(run).teardown()
 
 
 def scored(summary: Summary, evaluation: Evaluation | None) -> Summary:

@@ -15,12 +15,12 @@ from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.observe.links import links
 from tidemill.observe.report import Summary
+from tidemill.protocols import evaluation_from_json
 from tidemill.request import Request, renamed
 from tidemill.run_file import parse_config
 from tidemill.steps import (
     Pointer,
     curves,
-    read_evaluation,
     register,
     reports_of,
     scored,
@@ -118,7 +118,7 @@ def conclude(config: str, summary: str, evaluation: str, log_metric: LogMetric) 
     Returns:
         JSON of `config` and `summary`.
     """
-    run, scores = parse_config(config), read_evaluation(evaluation)
+    run, scores = parse_config(config), evaluation_from_json(evaluation)
     with step("conclude", run):
         final = with_times(scored(Summary.from_json(summary), scores), run)
         final.write(run.folder / "summary.json")

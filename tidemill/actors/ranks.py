@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from tidemill.actors.call import IO, call
-from tidemill.cluster.local import cluster_resources, weights_folder
+from tidemill.actors.placement import rank_place
+from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Delivery
 from tidemill.records import Float32Array, Group, Int32Array
+from tidemill.store.lease import Claim, Fence
+from tidemill.store.locate import model_here
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import open_store
 from tidemill.sync.manifest import weights_prefix
@@ -35,28 +38,43 @@ IO_TIMEOUT_S = 3600.0  # of a checkpoint or a model on its way to or from the st
 
 
 class RankActor:
-    """One trainer rank: its shard of the work, and on rank 0 the checkpoints."""
+    """One trainer rank: its shard of the work, and on rank 0 the checkpoints.
+
+    Args:
+        config: of the run.
+        model_path: folder of the model; None has it brought to this pod, see `store.locate.model_here`.
+        rank: of this process.
+        claim: to the lease without which nothing is written to the store; None needs none.
+    """
 
     policy: PolicyRank
 
-    def __init__(self, config: RunConfig, model_path: str, rank: int, init_method: str | None) -> None:
-        self.config, self.model_path, self.rank, self.init_method = config, model_path, rank, init_method
+    def __init__(self, config: RunConfig, model_path: str | None, rank: int, claim: Claim | None) -> None:
+        self.config, self.model_path, self.rank, self.claim = config, model_path, rank, claim
         self.staging = config.folder / f"staging-{rank}"  # not in /tmp: what a killed run leaves there is huge
         self.publisher = WeightPublisher(weights_prefix(config.name), config.sync.full_every)
 
-    def load(self) -> None:
-        """Load the policy; not in the constructor, whose errors would look like the death of a process."""
+    def meeting_place(self) -> str:
+        """An address of this pod where the ranks can meet."""
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
+
+    def load(self, init_method: str | None) -> None:
+        """Load the policy; not in the constructor, whose errors would look like the death of a process.
+
+        Args:
+            init_method: where the ranks meet, if there are several.
+        """
         from tidemill.train.policy import PolicyRank
         from tidemill.train.world import World
 
         self.policy = PolicyRank(
-            self.model_path,
+            self.model_path or str(model_here(self.config).path),
             self.config.trainer,
             self.config.algorithm,
             temperature=self.config.rollout.temperature,
             steps_per_version=self.config.asynchrony.trigger_parameter_sync_step,
             seed=self.config.seed,
-            world=World(self.rank, self.config.trainer.ranks, self.init_method),
+            world=World(self.rank, self.config.trainer.ranks, init_method),
         )
 
     def update(self, batches: Sequence[MicroBatch], denominator: float, version: int) -> dict[str, float]:
@@ -83,13 +101,20 @@ class RankActor:
         with timings.phase("sync_write"):
             self.export(str(path))
         with timings.phase("sync_upload"), self.store() as store:
+            self.check_lease(store)
             publication = self.publisher.publish(store, version, path)
         return replace(publication, metrics={**publication.metrics, **timings.metrics()})
 
     def republish_weights(self) -> Publication:
         """Upload the newest version again, as a full snapshot."""
         with self.store() as store:
+            self.check_lease(store)
             return self.publisher.snapshot(store)
+
+    def check_lease(self, store: ObjectStore) -> None:
+        """See `Fence.check`."""
+        if self.claim is not None:
+            Fence(store, self.config.name, self.claim).check()
 
     def store(self) -> AbstractContextManager[ObjectStore]:
         """The run's object store."""
@@ -127,7 +152,7 @@ class RankActor:
         """The run's checkpoints, as a context manager."""
         from tidemill.store.checkpoint import open_checkpoints
 
-        return open_checkpoints(self.config)
+        return open_checkpoints(self.config, self.claim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +169,9 @@ class RemoteRanks:
 
     async def load(self) -> None:
         """Load the policy on every rank; the caller has the deadline."""
-        await self.all("load", timeout_s=None)
+        several = len(self.actors) > 1
+        where = await self.first("meeting_place", timeout_s=None) if several else None
+        await self.all("load", where, timeout_s=None)
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
@@ -203,19 +230,13 @@ class RemoteRanks:
         await asyncio.gather(*(call(f"trainer rank {rank}", p, timeout_s) for rank, p in enumerate(pending)))
 
 
-def start_ranks(config: RunConfig, model_path: str) -> RemoteRanks:
-    """Place the trainer ranks; they meet at a port of the first one's host when there are several."""
-    world = config.trainer.ranks
-    init_method = f"tcp://{ray.util.get_node_ip_address()}:{free_port()}" if world > 1 else None
+def start_ranks(config: RunConfig, model_path: str | None, claim: Claim | None = None) -> RemoteRanks:
+    """Place the trainer ranks; see `RankActor`."""
     # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise; threads that spin would take the cores from the engines.
     threads = config.trainer.threads or len(os.sched_getaffinity(0))
-    options = {
-        "num_cpus": 0,
-        "num_gpus": 1 if cluster_resources().get("GPU") else 0,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
-    }
+    options = rank_place(config).options({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
     shell = ray.remote(concurrency_groups={IO: 1}, **options)(RankActor)
-    actors = tuple(shell.remote(config, model_path, rank, init_method) for rank in range(world))
+    actors = tuple(shell.remote(config, model_path, rank, claim) for rank in range(config.trainer.ranks))
     return RemoteRanks(actors, config.trainer.get_timeout_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import ray
 
 from tidemill.actors.call import MAX_CALLS, call
 from tidemill.actors.engine import RemoteEngine
+from tidemill.actors.placement import service_place
 from tidemill.config import RunConfig
 from tidemill.protocols import Evaluation
 from tidemill.records import Int32Array
@@ -26,6 +28,7 @@ from tidemill.rollout.prompts import (
 )
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rollouter import Rollouter
+from tidemill.store.locate import model_here
 
 MAX_REWARD_WORKERS = 32
 
@@ -40,7 +43,7 @@ class RolloutActor:
     def __init__(
         self,
         config: RunConfig,
-        model_path: str,
+        model_path: str | None,
         engines: Sequence[RemoteEngine],
         queue: Any,
         ledger: Mapping[str, object] | None,
@@ -52,7 +55,8 @@ class RolloutActor:
 
     async def start(self) -> None:
         """Read the prompts and start the reward workers; not in the constructor, whose errors look like its death."""
-        config, tokenizer = self.config, load_tokenizer(self.model_path)
+        config = self.config
+        tokenizer = load_tokenizer(self.model_path or (await asyncio.to_thread(model_here, config)).path)
         self.prompts = load_prompts(config.data, tokenizer, config.seed)
         held_out = load_held_out(config.data, tokenizer, config.seed)
         self.digests = data_digests(self.prompts, held_out)
@@ -179,17 +183,13 @@ class RemoteGeneration:
 
 def start_rollouter(
     config: RunConfig,
-    model_path: str,
+    model_path: str | None,
     engines: Sequence[RemoteEngine],
     queue: Any,
     ledger: Mapping[str, object] | None,
     version: int,
 ) -> RemoteGeneration:
     """Place the rollouter."""
-    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
-    actor = (
-        ray.remote(RolloutActor)
-        .options(**options)
-        .remote(config, model_path, engines, queue, ledger, version, os.getcwd())
-    )
+    shell = ray.remote(RolloutActor).options(max_concurrency=MAX_CALLS, **service_place(config).options())
+    actor = shell.remote(config, model_path, engines, queue, ledger, version, os.getcwd())
     return RemoteGeneration(actor)

@@ -22,6 +22,7 @@ from typing import Any
 
 from tidemill.config import RunConfig
 from tidemill.errors import CheckpointError, StoreError
+from tidemill.store.lease import Claim, Fence
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
 from tidemill.store.server import open_store, store_folder
 
@@ -73,10 +74,11 @@ class Manifest:
 
 
 class Checkpoints:
-    """The commits of one run; `keep` of them stay."""
+    """The commits of one run; `keep` of them stay. With a claim nothing is committed without the run's lease."""
 
-    def __init__(self, store: ObjectStore, run_name: str, keep: int) -> None:
+    def __init__(self, store: ObjectStore, run_name: str, keep: int, claim: Claim | None = None) -> None:
         self.store, self.run_name, self.keep = store, run_name, keep
+        self.fence = None if claim is None else Fence(store, run_name, claim)
         self.prefix = f"runs/{run_name}/checkpoints"
 
     def commit(self, version: int, folder: Path, state: Mapping[str, object]) -> str:
@@ -86,8 +88,10 @@ class Checkpoints:
 
         Raises:
             StoreError: the store failed; the previous commit is intact.
-            CheckpointError: `state` is not JSON, or the folder has a file of the name that the state gets.
+            CheckpointError: `state` is not JSON, or the folder has a file of the name that the state gets; or a newer
+                attempt at the run has the lease.
         """
+        self.check_lease()
         encoded = encode_state(state)
         if (folder / STATE).exists():
             raise CheckpointError(f"{folder / STATE} stands where the run's state goes: rename it")
@@ -95,9 +99,22 @@ class Checkpoints:
         stored = [*self.store.upload_folder(folder, place), self.store.put_bytes(f"{place}/{STATE}", encoded)]
         parts = tuple(StoredObject(str(relative_path(s.key, place)), s.nbytes, s.sha256) for s in stored)
         manifest = Manifest(FORMAT, self.run_name, version, place, parts)
+        self.check_lease()  # again: the upload took its time
         self.store.put_bytes(self.manifest_key(version), manifest.to_json())
         self.retire(manifest)
         return self.store.uri(self.commit_prefix(version))
+
+    def check_lease(self) -> None:
+        """Refuse to write for an attempt whose place a newer one has taken.
+
+        Between this and the write after it the lease may still be lost. What is committed then is whole, of an older
+        attempt, and removed by the newer one's next commit.
+
+        Raises:
+            CheckpointError: naming the newer attempt.
+        """
+        if self.fence is not None:
+            self.fence.check()
 
     def latest(self) -> int | None:
         """The newest version with a manifest that can be read; None when nothing was ever committed.
@@ -158,6 +175,7 @@ class Checkpoints:
 
     def publish_model(self, version: int, folder: Path) -> str:
         """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI."""
+        self.check_lease()
         prefix = f"runs/{self.run_name}/model/{version}"
         self.store.delete_prefix(prefix)
         self.store.upload_folder(folder, prefix)
@@ -273,7 +291,7 @@ def encode_state(state: Mapping[str, object]) -> bytes:
 
 
 @contextmanager
-def open_checkpoints(config: RunConfig) -> Iterator[Checkpoints]:
+def open_checkpoints(config: RunConfig, claim: Claim | None = None) -> Iterator[Checkpoints]:
     """The checkpoints of a run, on the store that it is configured with."""
     with open_store(config.store, config.output) as store:
-        yield Checkpoints(store, config.name, config.checkpoint.keep)
+        yield Checkpoints(store, config.name, config.checkpoint.keep, claim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,3 +80,22 @@ def pin_model(config: RunConfig) -> RunConfig:
 def locate_model(config: RunConfig) -> ResolvedModel:
     """The model that a run starts from; one of the store is brought to the run's folder."""
     return Locator.of(config).bring(config.model, config.folder / "start")
+
+
+def model_here(config: RunConfig) -> ResolvedModel:
+    """The model on the disk of this pod: whichever actor of the pod comes first brings it, the others find it.
+
+    A model of the store lies in the run's folder, with its name beside it once it is whole. A pod is made for one
+    attempt, so that the name stands for the same weights as long as the folder is there.
+    """
+    folder = config.folder / "start"
+    note = folder.with_suffix(".name")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if note.is_file() and note.read_text(encoding="utf-8") == config.model and folder.is_dir():
+            return resolve_model(str(folder), default_cache())
+        note.unlink(missing_ok=True)
+        model = locate_model(config)
+        note.write_text(config.model, encoding="utf-8")
+        return model

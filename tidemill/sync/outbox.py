@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.errors import StoreError, SyncError
+from tidemill.errors import CheckpointError, StoreError, SyncError
 from tidemill.protocols import WeightUpdate
+from tidemill.store.lease import Fence
 from tidemill.store.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -104,12 +105,14 @@ class StoreOutbox:
         republish: has it upload the newest version again, whole.
         store: of the run.
         prefix: key below which the weights of the run lie.
+        fence: of the run's lease; whoever lost it leaves the weights to the attempt that has it.
     """
 
     publish: Callable[[int], Awaitable[Publication]]
     republish: Callable[[], Awaitable[Publication]]
     store: ObjectStore
     prefix: str
+    fence: Fence | None = None
 
     async def write(self, version: int) -> Publication:
         """See `Outbox`.
@@ -135,8 +138,10 @@ class StoreOutbox:
     def close(self) -> None:
         """See `Outbox`. What matters of a run is its checkpoint, so a failure here costs space and not the run."""
         try:
+            if self.fence is not None:
+                self.fence.check()
             self.store.delete_prefix(self.prefix)
-        except StoreError as error:
+        except (StoreError, CheckpointError) as error:
             log.warning("published weights could not be deleted: %s", error)
 
 

@@ -10,7 +10,7 @@ The class sees only protocols, so the whole loop also runs on the stand-ins of `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from tidemill.protocols import Delivery, Evaluation, Generation, Lease, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
+from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
 
 Metrics = dict[str, float]
@@ -91,6 +92,7 @@ class Trainer:
     Attributes:
         fetch: brings the payload of a delivery here (from Ray's object store, or the identity for fakes).
         commit: writes a checkpoint for the present position; None trains without checkpoints.
+        stop: ends the training early.
     """
 
     config: RunConfig
@@ -102,9 +104,10 @@ class Trainer:
     fetch: Callable[[Sequence[Delivery[Any]]], Awaitable[list[Group]]]
     commit: Callable[[Position], Awaitable[None]] | None = None
     position: Position = field(default_factory=Position)
+    stop: Stop = field(default_factory=Stop)
 
     async def fit(self) -> None:
-        """Train until the step budget or the data ends, and publish what was learned since the last sync.
+        """Train until the step budget or the data ends or a stop is asked for, and publish what was learned last.
 
         Consumes: groups of the queue. Produces: versions, checkpoints, metrics. Waits for: a full batch, at most
         `trainer.get_timeout_s`.
@@ -112,14 +115,11 @@ class Trainer:
         Raises:
             RunError: no batch arrived in time, or a group broke the staleness bound.
         """
-        while self.position.step < self.config.trainer.steps:
+        while self.position.step < self.config.trainer.steps and self.stop.reason is None:
             timings = Timings()
             with timings.phase("step"):
                 metrics = await self.fit_step(timings)
                 if metrics is None:
-                    self.observer.notice(f"the data ended after step {self.position.step}")
-                    if self.position.unsynced:
-                        await self.sync_weights()
                     break
                 await self.after_step(timings)
             self.position.seconds += timings.seconds["step"]
@@ -127,12 +127,17 @@ class Trainer:
             metrics["throughput/tokens_per_second"] = metrics["response/tokens"] / timings.seconds["step"]
             metrics["idle/trainer"] = timings.seconds["get_groups"] / timings.seconds["step"]
             self.observer.step_finished(self.position, metrics)
+        if self.position.step < self.config.trainer.steps:
+            what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"
+            self.observer.notice(f"{what} after step {self.position.step}")
+        if self.position.unsynced:
+            await self.sync_weights()
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
-        """One optimizer step; None when the data has ended."""
+        """One optimizer step; None when the data has ended, or a stop is asked for before there is a batch."""
         with timings.phase("get_groups"):
-            lease = await self.get_groups()
-        if not lease.deliveries:
+            lease = await self.unless_stopped(self.get_groups())
+        if lease is None or not lease.deliveries:
             return None
         groups = await self.fetch(lease.deliveries)
         self.check_age(groups)
@@ -164,6 +169,17 @@ class Trainer:
     def ranks_count(self) -> int:
         """Data-parallel ranks."""
         return self.config.trainer.ranks
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, Lease[Any]]) -> Lease[Any] | None:
+        """The result of `work`; None if a stop is asked for while it waits, which ends it."""
+        waiting, asked = asyncio.create_task(work), asyncio.create_task(self.stop.asked())
+        try:
+            await asyncio.wait({waiting, asked}, return_when=asyncio.FIRST_COMPLETED)
+            return await waiting if waiting.done() else None
+        finally:
+            waiting.cancel()
+            asked.cancel()
+            await asyncio.gather(waiting, asked, return_exceptions=True)
 
     async def get_groups(self) -> Lease[Any]:
         """Lease a full batch; what the queue sweeps for its age on the way is issued again.
