@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -171,7 +170,8 @@ def test_no_secret_is_in_a_pipeline_and_keys_come_by_reference(name: str) -> Non
         [secret] = executor["secretAsEnv"]
         assert secret["keyToEnv"] == keys
         assert secret["secretNameParameter"]["componentInputParameter"] in inputs_around(name, step)
-    assert not re.search(r"(?i)(password|token|key)\s*[=:]\s*[\"']?\w{8,}", golden(name).read_text())
+    spec = yaml.safe_dump(documents(name)[0])
+    assert "TIDEMILL_S3" not in spec and "env:" not in spec
 
 
 @EACH
