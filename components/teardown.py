@@ -5,7 +5,7 @@ from tidemill_components import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def teardown(config: str, overrides: str, run_name: str, kfp_run: str) -> None:
+def teardown(config: str, overrides: str, run_name: str, kfp_run: str, variants: str) -> None:
     """Give back everything that the run took, also after a failure.
 
     Args:
@@ -13,8 +13,9 @@ def teardown(config: str, overrides: str, run_name: str, kfp_run: str) -> None:
         overrides: KEY.PATH=VALUE, one a line.
         run_name: name of the run, "" for a new one.
         kfp_run: id of the KFP run.
+        variants: those of a sweep, "" for a single run.
     """
     from tidemill.ends import end
     from tidemill.request import Request
 
-    end(Request(config, overrides, run_name, kfp_run))
+    end(Request(config, overrides, run_name, kfp_run), variants)

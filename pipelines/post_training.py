@@ -51,7 +51,7 @@ def post_training(
     pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
-    with dsl.ExitHandler(pod.task(teardown(**name)), name="run"):
+    with dsl.ExitHandler(pod.task(teardown(**name, variants="")), name="run"):
         settings = pod.task(validate(**name, **amounts)).outputs["Output"]
         summary, evaluation = learned(pod, settings)
         pod.again(register(config=settings, summary=summary, evaluation=evaluation))

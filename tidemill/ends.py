@@ -9,6 +9,7 @@ from tidemill.kuberay.release import release_this_pipeline
 from tidemill.observe.links import links
 from tidemill.request import Request
 from tidemill.steps import teardown, validate
+from tidemill.sweep import variants as split
 
 
 def begin(request: Request, page: str) -> str:
@@ -29,14 +30,19 @@ def begin(request: Request, page: str) -> str:
     return validate(config.to_yaml())
 
 
-def end(request: Request) -> None:
-    """Give back what a run took.
+def end(request: Request, variants: str) -> None:
+    """Give back what a run took, or all variants of a sweep.
 
     Settings that are refused never got anything; but they may lie in a store that does not answer any more.
+
+    Args:
+        request: what a person asked for.
+        variants: those of a sweep, see `sweep.variants`; "" for a single run.
     """
     try:
-        config = request.settings()
+        configs = list(split(request, variants)) if variants else [request.settings()]
     except (ConfigError, StoreError):
         release_this_pipeline(request.kfp_run)
         return
-    teardown(config.to_yaml())
+    for config in configs:
+        teardown(config.to_yaml())

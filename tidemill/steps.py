@@ -103,7 +103,8 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
     """The score of the exported model on the held-out prompts, from a fresh engine.
 
     Returns:
-        JSON of `protocols.Evaluation`, or `null` without `data.held_out`.
+        JSON of `protocols.Evaluation` with the answers that the report shows, or `null` without `data.held_out`; MLflow
+        has all answers.
     """
     run = parse_config(config)
     trained = Summary.from_json(summary)
@@ -113,8 +114,15 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
             return "null"
         answers = [asdict(answer) for answer in evaluation.answers]
         log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
+        track_evaluation(run, trained, evaluation)
     log_metric("held_out_score", evaluation.score)
-    return json.dumps(asdict(evaluation))
+    return json.dumps(asdict(excerpt(evaluation, trained)))
+
+
+def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
+    """The evaluation with the answers that the report shows: what steps pass on is kept in etcd, which takes little."""
+    asked = {sample.prompt for sample in summary.samples}
+    return replace(evaluation, answers=tuple(answer for answer in evaluation.answers if answer.prompt in asked))
 
 
 class Pointer(Protocol):
@@ -143,19 +151,20 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
         final = with_times(registered(run, scored(Summary.from_json(summary), evaluation_from_json(evaluation))), run)
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.reason('model_version')}"))
+        elif (why := not_promoted(run, final)) is not None:
+            log.write(Notice(f"{final.model_version} stays {run.registry.alias}: {why}"))
         final.write(run.folder / "summary.json")
-        reports = write_reports(run, final, report_path, page_path)
+        reports = reports_of(run, final, curves(run, final))
+        for path, text in zip((report_path, page_path), reports.values(), strict=True):
+            Path(path).write_text(text, encoding="utf-8")
         point(model, run, final)
-        track_end(run, final, evaluation_from_json(evaluation), reports)
+        track_end(run, final, reports)
     return final.to_json()
 
 
-def write_reports(run: RunConfig, summary: Summary, report_path: str, page_path: str) -> dict[str, str]:
-    """Write the report as Markdown and as a page; returns both by the names that MLflow keeps them under."""
-    reports = {"report.md": as_markdown(summary), "report.html": page(run.name, summary, curves(run, summary))}
-    for path, text in zip((report_path, page_path), reports.values(), strict=True):
-        Path(path).write_text(text, encoding="utf-8")
-    return reports
+def reports_of(run: RunConfig, summary: Summary, measured: Curves) -> dict[str, str]:
+    """The report as Markdown and as a page, by the names that MLflow keeps them under."""
+    return {"report.md": as_markdown(summary), "report.html": page(run.name, summary, measured)}
 
 
 def point(model: Pointer, run: RunConfig, summary: Summary) -> None:
@@ -202,8 +211,9 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
     from tidemill.store.registry import register as make_version
 
     passed, reason = gate(summary.held_out_before, summary.held_out_after, run.registry.min_score)
-    if summary.model_uri is None or summary.mlflow_run_id is None:
-        passed, reason = False, summary.reason("model_uri")
+    for needed in ("model_uri", "mlflow_run_id"):
+        if asdict(summary)[needed] is None:
+            passed, reason = False, summary.reason(needed)
     if not passed:
         return replace(summary, missing={**summary.missing, "model_version": reason})
     tags = {} if summary.checkpoint_uri is None else {"checkpoint_uri": summary.checkpoint_uri}
@@ -211,15 +221,32 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
     return replace(summary, model_version=f"{run.registered_model}/{version}")
 
 
-def track_end(run: RunConfig, summary: Summary, evaluation: Evaluation | None, reports: Mapping[str, str]) -> None:
-    """Add the exported model's score, its answers and the reports to the MLflow run of the training."""
+def not_promoted(run: RunConfig, summary: Summary) -> str | None:
+    """Make the new version the champion if it may be; else why it is not."""
+    from tidemill.store.registry import promote
+
+    version = str(summary.model_version).rpartition("/")[2]
+    passed, reason = promote(run, version, summary.held_out_before, summary.held_out_after)
+    return None if passed else reason
+
+
+def track_evaluation(run: RunConfig, summary: Summary, evaluation: Evaluation) -> None:
+    """Add the exported model's score and all its answers to the MLflow run of the training."""
+    from tidemill.store.tracking import Tracker
+
+    if summary.mlflow_run_id is not None:
+        tracker = Tracker.start(run, summary.mlflow_run_id)
+        tracker.log_evaluation(summary.steps, evaluation)
+        tracker.finish("FINISHED")
+
+
+def track_end(run: RunConfig, summary: Summary, reports: Mapping[str, str]) -> None:
+    """Add the reports to the MLflow run of the training."""
     from tidemill.store.tracking import Tracker
 
     if summary.mlflow_run_id is None:
         return
     tracker = Tracker.start(run, summary.mlflow_run_id)
-    if evaluation is not None:
-        tracker.log_evaluation(summary.steps, evaluation)
     for name, text in reports.items():
         tracker.log_text(text, name)
     tracker.finish("FINISHED")
