@@ -178,22 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
     compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
     settings(compile_)
 
-    submit = add(commands, "submit", "start a run on KFP", SUBMIT)
-    submit.add_argument("file", help="the run, as YAML")
-    settings(submit)
-    submit.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
-    submit.add_argument("--dry-run", action="store_true", help="send nothing: show parameters and manifests")
-    submit.add_argument("--wait", action="store_true", help="wait for the end of the run; fail if it fails")
-    pipeline_options(submit)
-
-    schedule = add(commands, "schedule", "start a run on KFP again and again", SCHEDULE)
-    schedule.add_argument("file", nargs="?", help="the run, as YAML")
-    settings(schedule)
-    schedule.add_argument("--cron", help="when, as cron")
-    schedule.add_argument("--name", help="of the schedule (default: that of the run)")
-    schedule.add_argument("--list", action="store_true", help="only list the schedules there are")
-    schedule.add_argument("--delete", metavar="NAME", help="only delete this schedule")
-    pipeline_options(schedule)
+    pipeline_commands(commands)
 
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
     convert.add_argument("script", help="shell script with one verl command")
@@ -210,6 +195,26 @@ def build_parser() -> argparse.ArgumentParser:
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
     return parser
+
+
+def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands that start runs on KFP."""
+    submit = add(commands, "submit", "start a run on KFP", SUBMIT)
+    submit.add_argument("file", help="the run, as YAML")
+    settings(submit)
+    submit.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
+    submit.add_argument("--dry-run", action="store_true", help="send nothing: show parameters and manifests")
+    submit.add_argument("--wait", action="store_true", help="wait for the end of the run; fail if it fails")
+    pipeline_options(submit)
+
+    schedule = add(commands, "schedule", "start a run on KFP again and again", SCHEDULE)
+    schedule.add_argument("file", nargs="?", help="the run, as YAML")
+    settings(schedule)
+    schedule.add_argument("--cron", help="when, as cron")
+    schedule.add_argument("--name", help="of the schedule (default: that of the run)")
+    schedule.add_argument("--list", action="store_true", help="only list the schedules there are")
+    schedule.add_argument("--delete", metavar="NAME", help="only delete this schedule")
+    pipeline_options(schedule)
 
 
 def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
