@@ -125,14 +125,14 @@ class Bench:
         found = self.admin.get(RAY_JOBS, self.job(number))
         return {} if found is None else dict(found.get("status") or {})
 
-    def until(self, what: Callable[[], object], seconds: float = 90.0) -> None:
+    def until(self, what: Callable[[], object], seconds: float = 240.0) -> None:
         """Wait for something."""
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"not within {seconds:.0f} s:\n{self.output.getvalue()}\n{self.left()}"
             threading.Event().wait(POLL_S)
 
-    def until_shown(self, text: str, seconds: float = 90.0) -> None:
+    def until_shown(self, text: str, seconds: float = 240.0) -> None:
         """Wait until a text is in the log of the step."""
         self.until(lambda: text in self.output.getvalue(), seconds)
 

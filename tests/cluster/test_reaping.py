@@ -46,5 +46,5 @@ def test_a_cluster_goes_with_its_owner_and_its_watcher_says_so(bench: Bench) -> 
         bench.until(lambda: len(bench.pods()) >= 3)
         bench.admin.delete(CONFIG_MAPS, name)
         with pytest.raises(ClusterError, match="was deleted from outside"):
-            watched.result(90)
+            watched.result(480)
     assert bench.left() == []
