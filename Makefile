@@ -114,7 +114,7 @@ cluster-down:  ## Remove that Kubernetes with all its data
 
 test-image:  ## Build the small image that the cluster tests run pods of
 	rm -rf .cache/test-image && mkdir -p .cache/test-image
-	cp -r tidemill constraints.txt tests/cluster/image/* .cache/test-image
+	cp -r tidemill constraints.txt tests/cluster/image/* .cache/test-image && find .cache/test-image -name __pycache__ -prune -exec rm -r {} +
 	$(BUILDER) -t localhost/tidemill-stub:1 .cache/test-image
 
 test-cluster: setup  ## Tests against the cluster of KUBECONFIG, whose nodes have the image of test-image
