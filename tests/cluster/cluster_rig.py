@@ -63,6 +63,7 @@ class Bench:
         self.kubernetes: dict[str, Any] = {}
         self.env = {"STUB_STEP_S": "1"}
         self.trainer_steps = 3
+        self.tensor_parallel_size = 1
 
     @property
     def config(self) -> RunConfig:
@@ -80,6 +81,7 @@ class Bench:
                 "output": self.folder / "runs",
                 "data": {"train": "s3://tidemill/train.jsonl", "held_out": "s3://tidemill/train.jsonl"},
                 "rewards": [{"function": "exact_number"}],
+                "rollout": {"tensor_parallel_size": self.tensor_parallel_size},
                 "trainer": {"steps": self.trainer_steps},
                 "sync": {"transport": "object_store"},
                 "store": {"endpoint": self.store.endpoint, "bucket": self.store.bucket},

@@ -7,24 +7,28 @@ from cluster_rig import Bench
 
 from tidemill.errors import ClusterError, RunError, TidemillError
 from tidemill.kuberay.attempts import WallClock
-from tidemill.kuberay.cluster import PODS, RAY_JOBS, labels_of, name_of
-from tidemill.kuberay.names import HEARTBEAT, STOP
+from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, labels_of, name_of
+from tidemill.kuberay.names import HEARTBEAT, STOP, selector
 from tidemill.kuberay.release import release_run
+from tidemill.kuberay.state import NODE_TYPE
 from tidemill.observe.events import read_events
 from tidemill.store.attempt import Attempt
 
 pytestmark = pytest.mark.cluster
 
 
-def test_a_run_is_made_followed_and_gone_after_its_ttl(bench: Bench) -> None:
+def test_a_run_is_made_and_followed_and_its_cluster_goes_after_its_time_to_live(bench: Bench) -> None:
     assert bench.provision() == bench.provision() == 1
     assert bench.follow().steps == 3
     output = bench.output.getvalue()
     assert "   3/3" in output
     assert "placed on" in output
     assert b"0.75" in bench.store.get_bytes(Attempt(bench.name, 1).evaluation)
-    bench.until(lambda: not bench.left(), 30)  # keep_s = 0
+    bench.until(lambda: not any(NODE_TYPE in labels_of(pod) for pod in bench.pods()), 30)  # keep_s = 0
+    assert bench.admin.list(RAY_CLUSTERS, selector(bench.name)) == []
     assert bench.follow().steps == 3  # a step that is tried again finds the result
+    assert release_run(bench.steps, bench.name, None, WallClock())
+    assert bench.left() == []
 
 
 def test_a_watcher_that_is_started_again_attaches_and_a_stop_ends_the_run_well(bench: Bench) -> None:
@@ -46,7 +50,7 @@ def test_a_lost_head_is_answered_with_an_attempt_that_goes_on(bench: Bench) -> N
     bench.provision()
     with bench.followed() as watched:
         bench.until_shown("   3/12")
-        head = next(pod for pod in bench.pods() if labels_of(pod).get("ray.io/node-type") == "head")
+        head = next(pod for pod in bench.pods() if labels_of(pod).get(NODE_TYPE) == "head")
         bench.admin.delete(PODS, name_of(head))
         summary = watched.result(240)
     assert summary.steps == 12
@@ -62,17 +66,6 @@ def test_a_failed_driver_is_told_with_its_traceback_and_nothing_stays(bench: Ben
     with pytest.raises(TidemillError, match="the stand-in was told to fail") as caught:
         bench.follow()
     assert "in train" in str(caught.value.__cause__)
-    assert bench.left() == []
-
-
-def test_a_deleted_run_is_told_and_nothing_stays(bench: Bench) -> None:
-    bench.trainer_steps = 500
-    bench.provision()
-    with bench.followed() as watched:
-        bench.until_shown("   1/500")
-        bench.admin.delete(RAY_JOBS, bench.job())
-        with pytest.raises(ClusterError, match="was deleted from outside"):
-            watched.result(90)
     assert bench.left() == []
 
 

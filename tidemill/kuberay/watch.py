@@ -97,9 +97,7 @@ class Watcher:
             number = self.attempts.last() + 1
             self.attempts.begin(number)
         where = "\n".join(f"{what}: {where}" for what, where in cluster_rows(self.config))
-        self.board.post(
-            attempt=number, phase=Phase.STARTING, links=where, error=None, updated=self.attempts.clock.time()
-        )
+        self.post(attempt=number, phase=Phase.STARTING, links=where, error=None)
         return number
 
     def follow(self, first: int) -> Summary:
