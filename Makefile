@@ -32,7 +32,8 @@ export UV_LINK_MODE ?= hardlink
 # Reading bytecode is what halves the start of vLLM; see `setup`.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu cluster-up cluster-down test-image test-cluster clean
+.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu cluster-up \
+	cluster-down test-image test-cluster clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -99,7 +100,7 @@ lock-gpu: $(UV)  ## Write constraints-gpu.txt again: the versions of the gpu ima
 	@mv constraints-gpu.new constraints-gpu.txt && rm constraints-gpu.lock constraints-gpu.in
 
 images:  ## Build the images cpu and pipelines with docker; BUILDER='buildah bud --layers' takes buildah
-	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-python:$(VERSION) .
+	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-pipelines:$(VERSION)-python .
 	$(BUILDER) --target cpu --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-cpu:$(VERSION) .
 
 image-gpu:  ## Build the image gpu

@@ -11,7 +11,7 @@ from manifest_rig import GOLDEN, LARGE, ROOT, Tree, cluster, container, group, l
 
 from tidemill.errors import ConfigError
 from tidemill.kuberay.manifest import LONGEST_VALUE, RAY_VERSION, ray_job
-from tidemill.kuberay.names import job_name, selector
+from tidemill.kuberay.names import API_SERVER_LABEL, job_name, selector
 from tidemill.run_file import parse_config
 
 
@@ -64,6 +64,8 @@ def test_only_the_autoscaler_sees_a_token_of_kubernetes(most: int) -> None:
     mounts = cluster(job).get("autoscalerOptions", {}).get("volumeMounts", [])
     assert [(mount["name"], mount["mountPath"]) for mount in mounts] == [(name, folder) for name in projected]
     assert len(projected) == (most > 1)
+    reaching = [name for name, t in templates(job).items() if API_SERVER_LABEL in t["metadata"]["labels"]]
+    assert reaching == ["head"] * (most > 1)
 
 
 def test_nothing_is_tried_again_by_kuberay() -> None:

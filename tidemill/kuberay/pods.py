@@ -31,6 +31,7 @@ from tidemill.kuberay.kinds import (
     Volume,
     VolumeMount,
 )
+from tidemill.kuberay.names import API_SERVER_LABEL
 from tidemill.kuberay.submitter import COMMAND, JOB
 from tidemill.sections import HeadPod, RolloutPod, TrainerPod
 
@@ -80,7 +81,8 @@ def head_template(config: RunConfig, labels: Labels, extra: Mapping[str, str], *
     container = ray_container(config, config.kubernetes.head, 0, extra).model_copy(update={"ports": PORTS})
     volumes = [*folders(HEAD_SHARED_MEMORY_GIB), *([token_volume()] if scales else [])]
     spec = pod(config, container, volumes, config.kubernetes.trainer_priority_class)
-    return PodTemplate(metadata=lasting(labels), spec=unhurried(spec))
+    seen = labels | ({API_SERVER_LABEL: "true"} if scales else {})
+    return PodTemplate(metadata=lasting(seen), spec=unhurried(spec))
 
 
 def trainer_template(config: RunConfig, labels: Labels, ranks: int) -> PodTemplate:
