@@ -169,6 +169,27 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
 
+    pipeline_commands(commands)
+
+    convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
+    convert.add_argument("script", help="shell script with one verl command")
+    convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
+
+    timeline = add(commands, "timeline", "draw when trainer and engines of a run were at work", TIMELINE)
+    timeline.add_argument("run", metavar="RUN", help="name below runs/, or folder")
+    timeline.add_argument("--last", type=positive, metavar="N", help="the last N steps (default: all)")
+    timeline.add_argument("--output", metavar="FILE", help=".svg or .json file (default: timeline.svg of the run)")
+
+    remote_commands(commands)
+
+    ui = add(commands, "ui", "open curves and models of all runs", UI)
+    ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
+    ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
+    return parser
+
+
+def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands for the pipeline on KFP."""
     compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
     compile_.add_argument(
         "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
@@ -194,22 +215,6 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--list", action="store_true", help="only list the schedules there are")
     schedule.add_argument("--delete", metavar="NAME", help="only delete this schedule")
     pipeline_options(schedule)
-
-    convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
-    convert.add_argument("script", help="shell script with one verl command")
-    convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
-
-    timeline = add(commands, "timeline", "draw when trainer and engines of a run were at work", TIMELINE)
-    timeline.add_argument("run", metavar="RUN", help="name below runs/, or folder")
-    timeline.add_argument("--last", type=positive, metavar="N", help="the last N steps (default: all)")
-    timeline.add_argument("--output", metavar="FILE", help=".svg or .json file (default: timeline.svg of the run)")
-
-    remote_commands(commands)
-
-    ui = add(commands, "ui", "open curves and models of all runs", UI)
-    ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
-    ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
-    return parser
 
 
 def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
