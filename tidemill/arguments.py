@@ -169,15 +169,6 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
 
-    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
-    compile_.add_argument(
-        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
-    )
-    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
-    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
-    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
-    settings(compile_)
-
     pipeline_commands(commands)
 
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
@@ -195,6 +186,20 @@ def build_parser() -> argparse.ArgumentParser:
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
     return parser
+
+
+def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands for the pipeline on KFP."""
+    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
+    compile_.add_argument(
+        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
+    )
+    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
+    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
+    settings(compile_)
+
+    pipeline_commands(commands)
 
 
 def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
