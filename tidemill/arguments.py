@@ -45,11 +45,17 @@ are several prompts, each stands above its answer.
   tidemill generate models:/addition/1 "Compute 2 + 6. Reply with the number only."
   tidemill generate runs/addition-1/model "Compute 2 + 6." "Compute 9 + 9." --temperature 1
 """
+PIPELINES = ("post_training", "sweep", "continual")
 COMPILE = """
-Writes the pipeline as KFP takes it: upload the file in its UI, or `kfp pipeline create -p tidemill FILE`. Its one
-parameter `config` is the text of a run file.
+Writes a pipeline as KFP takes it: upload the file in its UI, or `kfp pipeline create -p tidemill FILE`. Its parameter
+`config` is the text of a run file; docs/kfp.md tells of the others.
 
-  tidemill compile --output post_training.yaml
+  tidemill compile
+  tidemill compile --pipeline sweep --output sweep.yaml
+
+With --manifests it checks and prints what a run makes in a Kubernetes cluster, and sends nothing.
+
+  tidemill compile --manifests run.yaml kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3
 """
 CONVERT_VERL = """
 Reads the key=value settings of the verl command in a shell script, without running it, and prints them as a run file:
@@ -111,9 +117,14 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
 
-    compile_ = add(commands, "compile", "write the pipeline for KFP", COMPILE)
-    compile_.add_argument("--output", default="post_training.yaml", help="file (default: post_training.yaml)")
+    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
+    compile_.add_argument(
+        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
+    )
+    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
     compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
+    settings(compile_)
 
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
     convert.add_argument("script", help="shell script with one verl command")

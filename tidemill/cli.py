@@ -85,8 +85,8 @@ def train(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score and answers of a model."""
     from tidemill.preflight import check_inputs, check_model
+    from tidemill.provider import score
     from tidemill.run_file import load_config
-    from tidemill.steps import score
 
     config = load_config(arguments.file, arguments.overrides)
     if config.data.held_out is None:
@@ -134,26 +134,55 @@ def quiet(debug: bool) -> AbstractContextManager[object]:
 
 
 def compile_pipeline(arguments: argparse.Namespace) -> int:
-    """The pipeline as a file, or whether a file is current."""
+    """The pipeline as a file, or whether a file is current; or the manifests of a run."""
+    if arguments.manifests:
+        return print_manifests(arguments)
+    if arguments.overrides:
+        fix = "The pipeline takes settings when it is run."
+        raise ConfigError("override", arguments.overrides[0], "nothing without --manifests", fix)
     need_kfp()
     if not arguments.check:
-        compile_to(Path(arguments.output))
-        print(f"wrote {arguments.output}")
+        path = arguments.output or f"{arguments.pipeline}.yaml"
+        compile_to(arguments.pipeline, Path(path))
+        print(f"wrote {path}")
         return 0
     with TemporaryDirectory() as folder:
         fresh = Path(folder) / "pipeline.yaml"
-        compile_to(fresh)
+        compile_to(arguments.pipeline, fresh)
         golden = Path(arguments.check)
         if golden.is_file() and golden.read_text(encoding="utf-8") == fresh.read_text(encoding="utf-8"):
             return 0
     raise RunError(f"{arguments.check} is out of date: run `make golden`")
 
 
-def compile_to(path: Path) -> None:
+def print_manifests(arguments: argparse.Namespace) -> int:
+    """What a run makes in a Kubernetes cluster; nothing is sent.
+
+    Raises:
+        ConfigError: --check is there too, or the file cannot be written.
+    """
+    from tidemill.kuberay.show import manifests
+    from tidemill.run_file import load_config
+
+    if arguments.check:
+        fix = "--check compares the pipeline."
+        raise ConfigError("check", arguments.check, "either --check or --manifests, not both", fix)
+    text = manifests(load_config(arguments.manifests, arguments.overrides))
+    if arguments.output is None:
+        print(text, end="")
+        return 0
+    try:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("output", arguments.output, "a file that can be written", f"{error}.") from error
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def compile_to(pipeline: str, path: Path) -> None:
     """Compile in a process of its own: only the pipelines know KFP."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tidemill_pipelines.compile", str(path)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "tidemill_pipelines.compile", pipeline, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(f"the pipeline cannot be written to {path}:\n{done.stderr.strip()}")
 

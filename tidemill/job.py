@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -206,8 +207,8 @@ def for_pods(config: RunConfig, scratch: Path) -> RunConfig:
     A process in a pod sees all cores of its node, of which the pod may use a few.
     """
     pods, ranks = config.kubernetes, min(config.trainer.ranks, RANKS_PER_POD)
-    rollout = config.rollout.model_copy(update={"threads": config.rollout.threads or pods.rollout.cpus})
-    threads = config.trainer.threads or max(1, pods.trainer.cpus // ranks)
+    rollout = config.rollout.model_copy(update={"threads": config.rollout.threads or math.ceil(pods.rollout.cpus)})
+    threads = config.trainer.threads or max(1, math.floor(pods.trainer.cpus / ranks))
     trainer = config.trainer.model_copy(update={"threads": threads})
     return config.model_copy(update={"output": scratch, "rollout": rollout, "trainer": trainer})
 

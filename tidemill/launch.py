@@ -34,7 +34,7 @@ from tidemill.steps import teardown
 from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
 
-RUNNER = "tidemill_pipelines.local"
+RUNNER, PIPELINE = "tidemill_pipelines.local", "post_training"
 GRACE_S = 10.0
 INTERRUPTED = 130
 
@@ -80,9 +80,10 @@ def start_runner(settings: Path, scratch: Path, lock: int) -> subprocess.Popen[b
         "TMPDIR": str(scratch),
         "RAY_TMPDIR": str(scratch),
     }
+    root = str(settings.parent / "kfp")
     with (settings.parent / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", RUNNER, str(settings), str(settings.parent / "kfp")],
+            [sys.executable, "-m", RUNNER, PIPELINE, root, f"config={settings}", f"run_name={settings.parent.name}"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -6,10 +6,12 @@ contract suite in `tests/contracts`. Everything here is asynchronous, because ev
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
+from tidemill.errors import DataError
 from tidemill.records import Completion, Float32Array, GroupHeader, Int32Array
 
 PauseMode = Literal["keep", "abort", "wait"]
@@ -176,6 +178,19 @@ class Evaluation:
     score: float
     answers: tuple[Answer, ...]
     skipped: Mapping[str, int] = field(default_factory=dict)
+
+
+def evaluation_from_json(text: str) -> Evaluation | None:
+    """Read a score that was written as JSON; `null` says that there is none.
+
+    Raises:
+        DataError: it is something else.
+    """
+    try:
+        tree = json.loads(text)
+        return None if tree is None else Evaluation(**tree | {"answers": tuple(Answer(**a) for a in tree["answers"])})
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"not a score on held-out prompts: {error}") from error
 
 
 class Generation(Protocol):

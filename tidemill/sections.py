@@ -80,8 +80,6 @@ class RolloutConfig(Section):
     """Response budget in tokens."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Sampling temperature; log-probs are those of the tempered distribution on both sides."""
-    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
-    """Only 1.0: truncated sampling biases the importance ratio unless the sampling mask is replayed."""
     stop: list[str] = Field(default_factory=list)
     """Strings that end a response, besides the end-of-sequence token."""
     concurrent_samples_per_replica: Positive = 16
@@ -177,7 +175,7 @@ class TrainerConfig(Section):
     ppo_mini_batch_size: Positive = 16
     """Groups (prompts) per mini-batch."""
     ranks: Positive = 1
-    """Data-parallel trainer processes."""
+    """Trainer processes. Several share out the rows of a step, and each keeps its part of every parameter (FSDP)."""
     micro_batch_tokens: Positive = 4096
     """Tokens of packed groups in one forward pass; a longer group goes alone."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
@@ -208,6 +206,9 @@ class SyncConfig(Section):
     """`object_store`: a full snapshot every so many versions, deltas in between; 1 sends everything every time."""
     timeout_s: Seconds = 300.0
     """A publication that takes longer fails the run; `asynchrony.pause_mode: wait` adds `rollout.group_timeout_s`."""
+    keep_prefix_cache: bool = False
+    """Let a prompt go on from KV that older weights computed, which saves its prefill after a sync. New tokens, also
+    those of held-out answers, are then sampled by a mixture of versions that no version of the trainer computes."""
     canary_max_gap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5
     """After every sync the trainer's and the engine's log-probs of the same tokens may differ by this much in the
     mean, in nats; a wider gap fails the run. The first sync shows how much of a gap is rounding and lowers the bound to
@@ -353,5 +354,7 @@ class KubernetesConfig(Section):
     gpu_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Budget of the run over all attempts, GPUs times hours of their pods; when it is used up the run commits a
     checkpoint, exports the model and ends, and says so. Null sets none."""
+    pages: dict[str, str] = Field(default_factory=dict)
+    """Addresses that a browser can open, for the page of links of a pipeline's first step: `ray`, `mlflow`, `store`."""
     max_restarts: Count = 3
     """New clusters for a run whose cluster failed in a way that may pass, such as a lost head pod."""

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "pipelines/compiled/post_training.yaml"
 COMPONENTS = sorted(path for path in (ROOT / "components").glob("*.py") if path.stem != "__init__")
 STEPS = ["evaluate", "provision", "register", "teardown", "train", "validate"]
-SPEC: dict[str, Any] = yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))
+SPEC: dict[str, Any]
+SPEC, PLATFORM = yaml.safe_load_all(GOLDEN.read_text(encoding="utf-8"))
+IMAGE_PARAMETER = "{{$.inputs.parameters['pipelinechannel--steps_image']}}"
 
 
 def tasks() -> dict[str, dict[str, Any]]:
@@ -50,7 +52,7 @@ def test_compile_into_a_missing_folder_is_one_message(tmp_path: Path, capsys: py
 
 
 def test_every_step_is_a_component() -> None:
-    assert [path.stem for path in COMPONENTS] == STEPS
+    assert set(STEPS) <= {path.stem for path in COMPONENTS}
     assert {name for name in tasks() if name != "exit-handler-1"} == set(STEPS)
 
 
@@ -59,13 +61,17 @@ def test_nothing_is_cached() -> None:
 
 
 def test_only_steps_that_may_be_repeated_are_retried() -> None:
-    assert {name for name, task in tasks().items() if "retryPolicy" in task} == {"provision", "train"}
+    retried = {name for name, task in tasks().items() if "retryPolicy" in task}
+    assert retried == {"provision", "train", "evaluate", "register"}
 
 
 def test_teardown_runs_whatever_happens_and_needs_no_other_step() -> None:
     task = SPEC["root"]["dag"]["tasks"]["teardown"]
     assert task["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
-    assert task["inputs"]["parameters"] == {"config": {"componentInputParameter": "config"}}
+    given = {name: next(iter(value)) for name, value in task["inputs"]["parameters"].items()}
+    assert {given[name] for name in ("config", "overrides", "run_name")} == {"componentInputParameter"}
+    assert given["kfp_run"] == "runtimeValue"
+    assert "taskOutputParameter" not in given.values()
 
 
 def test_steps_run_in_order() -> None:
@@ -78,8 +84,9 @@ def test_steps_run_in_order() -> None:
 
 def test_all_steps_use_one_image_of_this_version_and_install_nothing() -> None:
     executors = SPEC["deploymentSpec"]["executors"].values()
-    assert {executor["container"]["image"] for executor in executors} == {tidemill_components.IMAGE}
-    assert tidemill_components.IMAGE.endswith(f":{tidemill.__version__}")
+    assert {executor["container"]["image"] for executor in executors} == {IMAGE_PARAMETER}
+    assert SPEC["root"]["inputDefinitions"]["parameters"]["steps_image"]["defaultValue"] == tidemill_components.IMAGE
+    assert f":{tidemill.__version__}-" in tidemill_components.IMAGE
     assert "pip install" not in GOLDEN.read_text()
 
 
@@ -87,10 +94,13 @@ def test_all_steps_use_one_image_of_this_version_and_install_nothing() -> None:
 def test_component_is_a_signature_and_one_call(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     [function] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    docstring, imported, call = function.body
-    assert isinstance(docstring, ast.Expr)
-    assert isinstance(imported, ast.ImportFrom) and imported.module == "tidemill.steps"
+    docstring, *rest = function.body
+    imported = [node for node in rest if isinstance(node, ast.ImportFrom)]
+    assert isinstance(docstring, ast.Expr) and ast.get_docstring(function)
+    assert [node.module.partition(".")[0] for node in imported if node.module] == ["tidemill"] * len(imported)
+    [*asked, call] = rest[len(imported) :]
     assert isinstance(call, ast.Return | ast.Expr)
+    assert [type(node) for node in asked] in ([], [ast.Assign])
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: path.stem)

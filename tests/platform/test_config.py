@@ -56,6 +56,14 @@ def test_unknown_section_is_refused_with_the_sections_that_exist() -> None:
     assert (error.key, "trainer" in error.allowed) == ("trianer", True)
 
 
+@pytest.mark.parametrize("setting", ["rollout.top_p=0.9", "rollout.top_p=1.0", "rollout.top_k=-1"])
+def test_truncated_sampling_is_refused_with_its_reason(setting: str) -> None:
+    error = refusal(setting)
+    assert error.key == setting.partition("=")[0]
+    assert "whole distribution" in error.allowed
+    assert "leave it out" in error.fix
+
+
 def test_unknown_key_in_a_reward_is_refused() -> None:
     error = refusal("rewards.0.wieght=2")
     assert (error.key, "weight" in error.allowed) == ("rewards.0.wieght", True)
@@ -67,7 +75,6 @@ def test_unknown_key_in_a_reward_is_refused() -> None:
         ("trainer.steps=0", "greater than or equal to 1"),
         ("trainer.steps=many", "integer"),
         ("rollout.group_size=1", "greater than or equal to 2"),
-        ("rollout.top_p=0.9", "greater than or equal to 1"),
         ("rollout.temperature=0", "greater than 0"),
         ("asynchrony.max_staleness=-1", "greater than or equal to 0"),
         ("asynchrony.staleness_threshold=-0.1", "greater than or equal to 0"),

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
@@ -65,6 +63,8 @@ def ray_session(config: RunConfig) -> Iterator[None]:
         ConfigError: no RAY_ADDRESS to join.
         RunError: Ray does not start, or nobody answers at RAY_ADDRESS.
     """
+    import ray  # inside, for the steps of a pipeline whose image is without it
+
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -79,12 +79,16 @@ def ray_session(config: RunConfig) -> Iterator[None]:
 
 def cluster_resources() -> dict[str, float]:
     """What the Ray cluster that we are connected to has: `CPU`, `GPU`, `memory`, ..."""
+    import ray
+
     resources: dict[str, float] = ray.cluster_resources()
     return resources
 
 
 def start_ray(config: RunConfig) -> None:
     """Start a Ray of our own; it ends with this process."""
+    import ray
+
     try:
         ray.init(
             address="local",
@@ -99,6 +103,8 @@ def start_ray(config: RunConfig) -> None:
 
 def join_ray(provider: str) -> None:
     """Join the cluster at RAY_ADDRESS."""
+    import ray
+
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         fix = "Set RAY_ADDRESS, or choose local."

@@ -41,8 +41,8 @@ from tidemill.kuberay.names import (
     job_name,
 )
 from tidemill.kuberay.pods import (
+    RUNS,
     TOKEN,
-    WORK,
     head_template,
     rollout_template,
     submitter_template,
@@ -83,7 +83,7 @@ def ray_job(
         config: of the run; `output` becomes a folder of the pod.
         attempt: counted from 1.
         owner: whose deletion deletes the RayJob; in the same namespace.
-        kfp_run_id: of the pipeline that runs it, as a label and to the head as TIDEMILL_KFP_RUN_ID.
+        kfp_run_id: of the pipeline that runs it, as a label and to the head as TIDEMILL_KFP_RUN.
         mlflow_run_id: run that the training goes on in, as MLFLOW_RUN_ID.
         environment: further variables of the head.
 
@@ -92,7 +92,7 @@ def ray_job(
             shell would replace.
     """
     labels = run_labels(config, attempt, kfp_run_id)
-    ids = {"MLFLOW_RUN_ID": mlflow_run_id, "TIDEMILL_KFP_RUN_ID": kfp_run_id}
+    ids = {"MLFLOW_RUN_ID": mlflow_run_id, "TIDEMILL_KFP_RUN": kfp_run_id}
     told = {
         **(environment or {}),
         "TIDEMILL_ATTEMPT": str(attempt),
@@ -121,7 +121,7 @@ def travelling(config: RunConfig) -> str:
     Raises:
         ConfigError: they are too long.
     """
-    text = config.model_copy(update={"output": Path(WORK) / "runs"}).to_yaml()
+    text = config.model_copy(update={"output": Path(RUNS)}).to_yaml()
     if len(text.encode()) > LONGEST_VALUE:
         fix = "Put long values, such as options, into files of the image."
         raise ConfigError("config", f"{len(text.encode())} bytes", f"up to {LONGEST_VALUE} bytes", fix)

@@ -32,6 +32,8 @@ from tidemill.sections import HeadPod, RolloutPod, TrainerPod
 USER = 1000
 WORK = "/work"
 """The folder of a pod that its processes write to."""
+RUNS = f"{WORK}/runs"
+"""The settings' `output` in a pod."""
 GPU_PRODUCT = "nvidia.com/gpu.product"
 SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
 STORE_KEYS = {"TIDEMILL_S3_ACCESS_KEY": "access_key", "TIDEMILL_S3_SECRET_KEY": "secret_key"}
@@ -42,6 +44,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TIDEMILL_CACHE": f"{WORK}/cache",
+    "TIDEMILL_SCRATCH": RUNS,
 }
 TEMPORARY = VolumeMount(name="tmp", mount_path="/tmp")
 WORKING = VolumeMount(name="work", mount_path=WORK)

@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tidemill.config import RunConfig
@@ -19,6 +20,8 @@ from tidemill.store.tracking import git_revision, make_client, tracking_uri
 
 MODEL_URI = re.compile(r"^models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[A-Za-z][A-Za-z0-9_-]*))$")
 CHAMPION = "champion"
+PROMPTS = "tidemill.prompts"
+"""Tag of a registered model: the last prompts that continual training used for it."""
 MISSING = frozenset({"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"})
 
 
@@ -161,6 +164,59 @@ def existing_version(client: Any, name: str, source_uri: str, run_id: str) -> st
     """The version that this source and run already have."""
     same = [v for v in client.search_model_versions(f"name='{name}'") if (v.source, v.run_id) == (source_uri, run_id)]
     return str(same[0].version) if same else None
+
+
+def aliased_version(config: RunConfig, alias: str) -> str | None:
+    """The version of the run's registered model that has the alias, or None.
+
+    Raises:
+        StoreError: MLflow does not answer.
+    """
+    with answered(config) as client:
+        return None if (model := find_model(client, config)) is None else model.aliases.get(alias)
+
+
+def set_alias(config: RunConfig, alias: str, version: str) -> None:
+    """Let the alias stand for a version of the run's registered model."""
+    with answered(config) as client:
+        client.set_registered_model_alias(config.registered_model, alias, version)
+
+
+def last_prompts(config: RunConfig) -> str | None:
+    """The name of the last prompts that `note_prompts` remembered, or None."""
+    with answered(config) as client:
+        return None if (model := find_model(client, config)) is None else model.tags.get(PROMPTS)
+
+
+def note_prompts(config: RunConfig, name: str) -> None:
+    """Remember how far the prompts were used for the run's registered model."""
+    with answered(config) as client:
+        ensure_model(client, config.registered_model)
+        client.set_registered_model_tag(config.registered_model, PROMPTS, name)
+
+
+def find_model(client: Any, config: RunConfig) -> Any:
+    """The registered model of a run, or None."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_registered_model(config.registered_model)
+    except MlflowException as error:
+        if error.error_code not in MISSING:
+            raise
+        return None
+
+
+@contextmanager
+def answered(config: RunConfig) -> Iterator[Any]:
+    """A client of the registry; what it raises becomes one message."""
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield client
+    except MlflowException as error:
+        raise StoreError(f"the registry at {tracking_uri(config)} does not answer or refuses: {error}") from error
 
 
 def model_source(uri: str, tracking: str) -> str:

@@ -30,6 +30,9 @@ METRIC_NAME = re.compile(r"^[A-Za-z0-9_\-. :/]{1,250}$")
 PARAM_LENGTH, PARAMS_PER_CALL = 6000, 100
 FINISH_TIMEOUT_S = 30.0
 TABLES, MAX_TABLES = "mlflow.loggedArtifacts", 50
+VARIANT = re.compile(r"^(?P<sweep>.+)-v\d+$")
+"""Name of a variant; that of its sweep is in it, so that whoever opens its run, wherever that is, finds the sweep's."""
+SWEEP, PARENT = "tidemill.sweep", "mlflow.parentRunId"
 OWNED = "tidemill.version"
 """Tag of a run whose settings are logged; a run made by MLFLOW_RUN_ID's owner does not have it yet."""
 ATTEMPT, KFP_RUN, REVISION = "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "TIDEMILL_GIT_REVISION"
@@ -169,6 +172,23 @@ class Tracker:
         self.client.log_batch(self.run.open(), metrics=metrics)
 
 
+def history(config: RunConfig, run_id: str, name: str) -> list[tuple[int, float]]:
+    """(step, value) of a metric, by step; one that was recorded again, by a restart, counts as it was last.
+
+    A server that is away costs the curve and not the run: then there are none, and the log says why.
+    """
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        points = client.get_metric_history(run_id, name)
+    except MlflowException as error:
+        log.warning("no curve of %s: MLflow at %s: %s", name, tracking_uri(config), error)
+        return []
+    newest = {point.step: point.value for point in sorted(points, key=lambda point: point.timestamp)}
+    return sorted(newest.items())
+
+
 def tracking_uri(config: RunConfig) -> str:
     """`tracking.uri`, or the SQLite file below `output`."""
     return config.tracking.uri or f"sqlite:///{config.output.resolve() / 'mlflow.db'}"
@@ -208,7 +228,67 @@ def open_run(client: Any, config: RunConfig, run_id: str | None) -> Any:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         log.warning("the MLflow run %s of this training run does not exist any more; going on in a new one", run_id)
-    return client.create_run(open_experiment(client, config), run_name=config.name)
+    experiment = open_experiment(client, config)
+    return client.create_run(experiment, run_name=config.name, tags=kinship(client, experiment, config.name))
+
+
+def kinship(client: Any, experiment: str, name: str) -> dict[str, str]:
+    """The tag by which MLflow shows a variant below its sweep; none for a run that is no variant."""
+    match = VARIANT.match(name)
+    found = None if match is None else find_sweep(client, experiment, match["sweep"])
+    return {} if found is None else {PARENT: found.info.run_id}
+
+
+def find_sweep(client: Any, experiment: str, name: str) -> Any:
+    """The MLflow run of a sweep, or None."""
+    found = client.search_runs([experiment], f"tags.`{SWEEP}` = '{name}'", max_results=1)
+    return found[0] if found else None
+
+
+def open_sweep(config: RunConfig, variants: Sequence[str]) -> None:
+    """Make the MLflow run of a sweep; one of an earlier try is taken again.
+
+    Args:
+        config: what all variants have in common, under the name of the sweep.
+        variants: their names.
+
+    Raises:
+        ConfigError: MLflow cannot be reached or refuses.
+    """
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        experiment = open_experiment(client, config)
+        run = find_sweep(client, experiment, config.name)
+        if run is None:
+            run = client.create_run(experiment, run_name=config.name, tags={SWEEP: config.name})
+        client.update_run(run.info.run_id, status="RUNNING")
+        client.set_tag(run.info.run_id, "tidemill.variants", ", ".join(variants))
+    except MlflowException as error:
+        raise ConfigError("tracking.uri", tracking_uri(config), "an MLflow that answers", f"{error}") from error
+
+
+def close_sweep(config: RunConfig, scores: Mapping[str, float], best: str, report: str) -> None:
+    """Add the scores of the variants and the table of them to the MLflow run of their sweep, and end it.
+
+    A server that is away costs that and not the sweep; the log says so.
+    """
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = find_sweep(client, open_experiment(client, config), config.name)
+        if run is None:
+            log.warning("the MLflow run of the sweep %s does not exist any more", config.name)
+            return
+        for name, score in scores.items():
+            client.log_metric(run.info.run_id, f"held_out_score/{name}", score)
+        client.set_tag(run.info.run_id, "tidemill.best", best)
+        client.log_text(run.info.run_id, report, "report.md")
+        client.set_terminated(run.info.run_id)
+    except MlflowException as error:
+        log.warning("the sweep %s is not told in MLflow at %s: %s", config.name, tracking_uri(config), error)
 
 
 def open_experiment(client: Any, config: RunConfig) -> str:
