@@ -1,5 +1,7 @@
 """The first step of continual training."""
 
+from typing import NamedTuple
+
 from kfp import dsl
 from tidemill_components import IMAGE
 
@@ -18,7 +20,7 @@ def renew(
     prompts: str,
     champion: str,
     links: dsl.Output[dsl.Markdown],
-) -> str:
+) -> NamedTuple("Renewal", [("settings", str), ("decision", str)]):  # type: ignore[valid-type]  # KFP reads it
     """Find the champion and the prompts that came since, and check the run that they make.
 
     Args:
@@ -36,7 +38,7 @@ def renew(
         links: gets the places to look at while the run goes on.
 
     Returns:
-        The resolved settings as YAML text, "" if there are no new prompts.
+        The resolved settings as YAML text, and the decision, which is `train` or, without new prompts, `wait`.
     """
     from tidemill.renewal import begin_renewal
     from tidemill.request import Request

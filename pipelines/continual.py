@@ -58,8 +58,10 @@ def continual(
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
     with dsl.ExitHandler(pod.task(teardown(**name, variants="")), name="run"):
-        settings = pod.task(renew(**name, **amounts, prompts=prompts, champion=champion)).outputs["Output"]
-        with dsl.If(settings != "", name="new-prompts"):
+        renewed = pod.task(renew(**name, **amounts, prompts=prompts, champion=champion)).outputs
+        settings = renewed["settings"]
+        # A condition on the settings themselves would be evaluated as an expression with all their lines in it.
+        with dsl.If(renewed["decision"] == "train", name="new-prompts"):
             summary, evaluation = learned(pod, settings)
             final = pod.again(register(config=settings, summary=summary, evaluation=evaluation)).outputs["Output"]
             pod.again(promote(config=settings, summary=final, champion=champion))

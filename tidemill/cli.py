@@ -1,4 +1,4 @@
-"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | ui`.
+"""The command line, `tidemill COMMAND`; `arguments.py` lists the commands.
 
 Heavy libraries are imported by the command that needs them, so that help and mistakes are answered at once.
 """
@@ -187,6 +187,22 @@ def compile_to(pipeline: str, path: Path) -> None:
         raise RunError(f"the pipeline cannot be written to {path}:\n{done.stderr.strip()}")
 
 
+def submit(arguments: argparse.Namespace) -> int:
+    """A run on KFP."""
+    from tidemill.submission import submit as submit_run
+
+    need_kfp()
+    return submit_run(arguments)
+
+
+def schedule(arguments: argparse.Namespace) -> int:
+    """Runs on KFP, again and again."""
+    from tidemill.submission import schedule as schedule_runs
+
+    need_kfp()
+    return schedule_runs(arguments)
+
+
 def convert_verl(arguments: argparse.Namespace) -> int:
     """A run file from a verl script."""
     from tidemill.verl.convert import convert
@@ -196,6 +212,26 @@ def convert_verl(arguments: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("SCRIPT", arguments.script, "a readable shell script", f"{error}.") from error
     print(convert(script, arguments.settings, os.environ), end="")
+    return 0
+
+
+def timeline(arguments: argparse.Namespace) -> int:
+    """The picture of a run, or its trace."""
+    from tidemill.observe.events import read_events
+    from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
+
+    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
+    events = folder / "events.jsonl"
+    if not events.is_file():
+        raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", f"There is no {events}.")
+    activities = last_steps(newest_attempt(read_events(events)), arguments.last)
+    path = Path(arguments.output or folder / "timeline.svg")
+    draw = {".svg": svg, ".json": trace}.get(path.suffix)
+    if draw is None:
+        raise ConfigError("output", str(path), "a name that ends in .svg or .json", "The end chooses the format.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(draw(activities), encoding="utf-8")
+    print(f"wrote {path}: {len(activities)} steps, engines generate during {overlap(activities):.0%} of the updates")
     return 0
 
 
@@ -242,6 +278,22 @@ def free_port(wanted: int) -> int:
         return port
 
 
+def remote(arguments: argparse.Namespace) -> int:
+    """A command for runs on Kubernetes."""
+    if importlib.util.find_spec("kubernetes") is None:
+        raise RunError("this command needs the Kubernetes client: pip install 'tidemill[pipelines]'")
+    from rich.console import Console
+
+    from tidemill import remote as commands
+    from tidemill.kuberay.client import KubernetesCluster
+    from tidemill.kuberay.release import own_namespace
+    from tidemill.sections import KubernetesConfig
+
+    does = {"status": commands.status, "logs": commands.logs, "stop": commands.stop, "reap": commands.reap_runs}
+    namespace = arguments.namespace or own_namespace() or KubernetesConfig().namespace
+    return does[arguments.command](arguments, KubernetesCluster.connect(namespace), Console())
+
+
 def need_kfp() -> None:
     """Say what to install where KFP is missing."""
     if importlib.util.find_spec("kfp") is None:
@@ -254,7 +306,14 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "compile": compile_pipeline,
+    "submit": submit,
+    "schedule": schedule,
     "convert-verl": convert_verl,
+    "status": remote,
+    "logs": remote,
+    "stop": remote,
+    "reap": remote,
+    "timeline": timeline,
     "ui": ui,
 }
 

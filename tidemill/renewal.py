@@ -28,9 +28,10 @@ from tidemill.store.server import open_store
 MERGED = re.compile(r"/inputs/[0-9a-f]{64}/(?P<last>.+)$")
 """Where the new prompts of a run lie together; the name of the last file of them says how far they go."""
 SUFFIX = ".jsonl"
+TRAIN, WAIT = "train", "wait"
 
 
-def begin_renewal(request: Request, prompts: str, champion: str, page: str) -> str:
+def begin_renewal(request: Request, prompts: str, champion: str, page: str) -> tuple[str, str]:
     """Find the model to go on from and the new prompts, and check the run that they make.
 
     Args:
@@ -41,7 +42,7 @@ def begin_renewal(request: Request, prompts: str, champion: str, page: str) -> s
         page: file for the page of links.
 
     Returns:
-        The resolved settings as YAML, "" if there are no new prompts.
+        The resolved settings as YAML and `train`; without new prompts "" and `wait`.
 
     Raises:
         TidemillError: naming what is wrong and what to do.
@@ -54,13 +55,14 @@ def begin_renewal(request: Request, prompts: str, champion: str, page: str) -> s
     if source is None:
         text = f"# Nothing new\n\n{prompts} has no {SUFFIX} file after `{last_prompts(config)}`.\n"
         Path(page).write_text(text, encoding="utf-8")
-        return ""
+        return "", WAIT
     version = aliased_version(config, champion)
     tree = config.model_dump(mode="json")
     tree["data"]["train"] = source
     if version is not None:
         tree["model"] = f"models:/{config.registered_model}/{version}"
-    return begin(Request(yaml.safe_dump(tree, sort_keys=False), kfp_run=request.kfp_run, run_name=config.name), page)
+    changed = Request(yaml.safe_dump(tree, sort_keys=False), kfp_run=request.kfp_run, run_name=config.name)
+    return begin(changed, page), TRAIN
 
 
 def promote(config: str, summary: str, champion: str) -> str:

@@ -218,6 +218,7 @@ class Run:
         assert trainer.commit is not None
         await trainer.commit(trainer.position)
         await self.settle()
+        observer.picture()
         return await parts.ranks.publish_model(trainer.position.version)
 
     async def settle(self) -> None:

@@ -315,8 +315,8 @@ class KubernetesConfig(Section):
     image_pull_secrets: list[str] = Field(default_factory=list)
     """Secrets to pull the image with."""
     service_account: str = "tidemill-ray"
-    """Service account of the Ray pods; it needs no permission, and no token of it is mounted, except into the head
-    where the cluster grows and shrinks (`max_engines`)."""
+    """Service account of the pods; it needs no permission. No container sees its token but the autoscaler's, where the
+    cluster grows and shrinks (`max_engines`)."""
     store_secret: str = "tidemill-store"
     """Secret with the keys `access_key` and `secret_key` of the object store."""
     secrets: list[str] = Field(default_factory=list)

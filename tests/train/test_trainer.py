@@ -14,7 +14,8 @@ from rollout_rig import LengthReward, Rig, run_config
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.aggregate import MetricsAggregator
-from tidemill.protocols import Delivery, Evaluation, PauseMode, WeightUpdate
+from tidemill.observe.timings import Timings
+from tidemill.protocols import Delivery, Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
@@ -53,9 +54,13 @@ class Notes:
 
     steps: list[Metrics] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    activities: list[tuple[int, list[str], Loads]] = field(default_factory=list)
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.steps.append(metrics)
+
+    def active(self, step: int, timings: Timings, loads: Loads) -> None:
+        self.activities.append((step, [name for name, _, _ in timings.dated(0.0)], loads))
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         raise AssertionError("nothing asks for an evaluation here")
@@ -95,6 +100,17 @@ async def test_every_step_consumes_a_full_batch_and_publishes_the_next_version()
     assert trainer.position.step == trainer.position.version == 5
     assert trainer.publisher.versions == [1, 2, 3, 4, 5]
     assert trainer.position.groups == rig.ledger.trained_count == 20
+
+
+async def test_what_trainer_and_engines_did_is_reported_after_every_step() -> None:
+    rig = Rig()
+    trainer = make_trainer(rig)
+    await fit(trainer, rig)
+    activities = trainer.observer.activities
+    assert [step for step, _, _ in activities] == [1, 2, 3, 4, 5]
+    assert all({"get_groups", "update_actor", "sync", "step"} <= set(names) for _, names, _ in activities)
+    seen = {engine for _, _, loads in activities for engine in loads}
+    assert seen == {f"engine {index}" for index in range(len(rig.engines))}
 
 
 async def test_weights_are_synced_every_trigger_steps() -> None:
