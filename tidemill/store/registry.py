@@ -19,10 +19,9 @@ from tidemill.errors import ModelError, StoreError
 from tidemill.store.tracking import git_revision, make_client, tracking_uri
 
 MODEL_URI = re.compile(r"^models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[A-Za-z][A-Za-z0-9_-]*))$")
+CHAMPION = "champion"
 PROMPTS = "tidemill.prompts"
 """Tag of a registered model: the last prompts that continual training used for it."""
-
-CHAMPION = "champion"
 MISSING = frozenset({"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"})
 
 
