@@ -1,4 +1,4 @@
-"""The command line: `tidemill run | train | evaluate | generate | compile | submit | schedule | ...`.
+"""The command line, `tidemill COMMAND`; `arguments.py` lists the commands.
 
 Heavy libraries are imported by the command that needs them, so that help and mistakes are answered at once.
 """
@@ -215,6 +215,26 @@ def convert_verl(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def timeline(arguments: argparse.Namespace) -> int:
+    """The picture of a run, or its trace."""
+    from tidemill.observe.events import read_events
+    from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
+
+    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
+    events = folder / "events.jsonl"
+    if not events.is_file():
+        raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", f"There is no {events}.")
+    activities = last_steps(newest_attempt(read_events(events)), arguments.last)
+    path = Path(arguments.output or folder / "timeline.svg")
+    draw = {".svg": svg, ".json": trace}.get(path.suffix)
+    if draw is None:
+        raise ConfigError("output", str(path), "a name that ends in .svg or .json", "The end chooses the format.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(draw(activities), encoding="utf-8")
+    print(f"wrote {path}: {len(activities)} steps, engines generate during {overlap(activities):.0%} of the updates")
+    return 0
+
+
 def ui(arguments: argparse.Namespace) -> NoReturn:
     """Become the MLflow server."""
     database = registry_of(Path(arguments.output).resolve())
@@ -258,6 +278,22 @@ def free_port(wanted: int) -> int:
         return port
 
 
+def remote(arguments: argparse.Namespace) -> int:
+    """A command for runs on Kubernetes."""
+    if importlib.util.find_spec("kubernetes") is None:
+        raise RunError("this command needs the Kubernetes client: pip install 'tidemill[pipelines]'")
+    from rich.console import Console
+
+    from tidemill import remote as commands
+    from tidemill.kuberay.client import KubernetesCluster
+    from tidemill.kuberay.release import own_namespace
+    from tidemill.sections import KubernetesConfig
+
+    does = {"status": commands.status, "logs": commands.logs, "stop": commands.stop, "reap": commands.reap_runs}
+    namespace = arguments.namespace or own_namespace() or KubernetesConfig().namespace
+    return does[arguments.command](arguments, KubernetesCluster.connect(namespace), Console())
+
+
 def need_kfp() -> None:
     """Say what to install where KFP is missing."""
     if importlib.util.find_spec("kfp") is None:
@@ -273,6 +309,11 @@ COMMANDS = {
     "submit": submit,
     "schedule": schedule,
     "convert-verl": convert_verl,
+    "status": remote,
+    "logs": remote,
+    "stop": remote,
+    "reap": remote,
+    "timeline": timeline,
     "ui": ui,
 }
 

@@ -39,7 +39,8 @@ def kustomization(folder: Path) -> dict[str, Any]:
 
 def documents() -> list[Manifest]:
     """Everything that is an object of its own, in no order of importance."""
-    files = [path for path in sorted(K8S.rglob("*.yaml")) if path.name != "kustomization.yaml" and path not in PATCHES]
+    others = {*K8S.rglob("kustomization.yaml"), *PATCHES, K8S / "kind" / "cluster.yaml"}
+    files = sorted(set(K8S.rglob("*.yaml")) - others)
     return [Manifest(file, tree) for file in files for tree in yaml.safe_load_all(file.read_text(encoding="utf-8"))]
 
 

@@ -54,7 +54,7 @@ def test_what_a_kustomization_names_is_there(folder: Path) -> None:
 
 def test_every_file_is_named_by_a_kustomization() -> None:
     named = {path for folder in KUSTOMIZATIONS for path in local_references(folder)}
-    files = {path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml" and path.parent.name != "kind"}
+    files = {path for path in K8S.rglob("*.yaml") if path.name not in ("kustomization.yaml", "cluster.yaml")}
     files |= set(K8S.rglob("*.py")) | set((K8S / "components").rglob("*.sh"))
     assert files - named == set()
     assert named >= PATCHES

@@ -59,7 +59,7 @@ def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]
 
 
 def test_teardown_of_a_config_that_was_refused_has_nothing_to_do() -> None:
-    assert teardown.python_func(BAD, "", "", "") is None
+    assert teardown.python_func(BAD, "", "", "", "") is None
 
 
 def test_validate_returns_the_settings_with_every_default(addition: RunConfig) -> None:

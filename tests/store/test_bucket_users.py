@@ -26,8 +26,10 @@ def endpoint(minio_server: tuple[str, str, str]) -> str:
     """A server on which the script ran twice."""
     url, access, secret = minio_server
     address = url.removeprefix("http://")
+    script, env = runpy.run_path(str(SCRIPT)), KEYS | {"ADMIN_ACCESS_KEY": access, "ADMIN_SECRET_KEY": secret}
     for _ in range(2):
-        runpy.run_path(str(SCRIPT))["set_up"](address, KEYS | {"ADMIN_ACCESS_KEY": access, "ADMIN_SECRET_KEY": secret})
+        script["make_buckets"](address, env)
+        script["make_users"](address, env)
     return address
 
 

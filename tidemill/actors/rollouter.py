@@ -15,7 +15,7 @@ from tidemill.actors.call import MAX_CALLS, call
 from tidemill.actors.engine import RemoteEngine
 from tidemill.actors.placement import service_place
 from tidemill.config import RunConfig
-from tidemill.protocols import Evaluation
+from tidemill.protocols import Evaluation, Loads
 from tidemill.records import Int32Array
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import (
@@ -28,7 +28,7 @@ from tidemill.rollout.prompts import (
 )
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rollouter import Rollouter
-from tidemill.store.locate import model_here
+from tidemill.store.locate import Locator, model_here
 
 MAX_REWARD_WORKERS = 32
 
@@ -57,8 +57,9 @@ class RolloutActor:
         """Read the prompts and start the reward workers; not in the constructor, whose errors look like its death."""
         config = self.config
         tokenizer = load_tokenizer(self.model_path or (await asyncio.to_thread(model_here, config)).path)
-        self.prompts = load_prompts(config.data, tokenizer, config.seed)
-        held_out = load_held_out(config.data, tokenizer, config.seed)
+        fetch = Locator.of(config).fetch_file
+        self.prompts = load_prompts(config.data, tokenizer, config.seed, fetch)
+        held_out = load_held_out(config.data, tokenizer, config.seed, fetch)
         self.digests = data_digests(self.prompts, held_out)
         if self.restored is not None:
             check_same_data(config.data, self.restored, self.digests)
@@ -101,6 +102,10 @@ class RolloutActor:
     async def ledger_state(self) -> Mapping[str, object]:
         """See `Generation`; with the digests of the data that its numbers stand for."""
         return {**await self.rollouter.ledger_state(), **self.digests}
+
+    async def loads(self) -> Loads:
+        """See `Generation`."""
+        return await self.rollouter.loads()
 
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""
@@ -163,6 +168,10 @@ class RemoteGeneration:
     async def evaluate(self, version: int) -> Evaluation:
         """See `Generation`; every answer has `rollout.group_timeout_s` inside."""
         return await call("the rollouter", self.actor.evaluate.remote(version), None)
+
+    async def loads(self) -> Loads:
+        """See `Generation`."""
+        return await call("the rollouter", self.actor.loads.remote())
 
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.config import RunConfig
-from tidemill.errors import ModelError, StoreError
+from tidemill.errors import DataError, ModelError, StoreError
 from tidemill.sections import StoreConfig
 from tidemill.store.models import ResolvedModel, default_cache, resolve_model
-from tidemill.store.object_store import parse_uri
+from tidemill.store.object_store import ObjectStore, parse_uri
 from tidemill.store.registry import model_source, pinned_uri
 from tidemill.store.server import open_store
 from tidemill.store.tracking import tracking_uri
@@ -64,6 +64,25 @@ class Locator:
             return folder
 
         return resolve_model(name, default_cache(), fetch)
+
+    def fetch_file(self, uri: str, path: Path) -> None:
+        """Bring the object `s3://BUCKET/KEY` to a file.
+
+        Raises:
+            DataError: there is no such object, or the URI has another form.
+            StoreError: the store cannot be reached.
+        """
+        with open_store(self.store, self.output) as run_store:
+            try:
+                bucket, key = parse_uri(uri)
+            except StoreError as error:
+                raise DataError(str(error)) from error
+            store = ObjectStore(
+                run_store.client, run_store.endpoint, bucket
+            )  # which makes no bucket of a mistyped name
+            if not store.exists(key):
+                raise DataError(f"{uri}: no such object at {store.endpoint}. Upload it, or mend the name.")
+            store.get_file(key, path)
 
 
 def pin_model(config: RunConfig) -> RunConfig:

@@ -1,6 +1,6 @@
-"""Makes a bucket for each user of a MinIO server, and the user with a policy for this bucket alone.
+"""Makes a bucket for each user of an S3 server; on MinIO also the user, with a policy for this bucket alone.
 
-    ADMIN_ACCESS_KEY=... ADMIN_SECRET_KEY=... setup.py HOST:PORT
+    ADMIN_ACCESS_KEY=... ADMIN_SECRET_KEY=... setup.py HOST:PORT [--buckets-only]
 
 The users' keys are NAME_ACCESS_KEY and NAME_SECRET_KEY. Whatever is there already is brought up to date.
 """
@@ -39,19 +39,30 @@ def allow(actions: Sequence[str], resource: str) -> dict[str, object]:
     }
 
 
-def set_up(endpoint: str, env: Mapping[str, str]) -> None:
-    """Make buckets, policies and users.
+def make_buckets(endpoint: str, env: Mapping[str, str]) -> None:
+    """Make the buckets that are missing.
 
     Args:
         endpoint: HOST:PORT of the server.
-        env: the keys.
+        env: keys of its owner.
     """
-    admin_key, admin_secret = env["ADMIN_ACCESS_KEY"], env["ADMIN_SECRET_KEY"]
-    client = Minio(endpoint=endpoint, access_key=admin_key, secret_key=admin_secret, secure=False)
-    admin = MinioAdmin(endpoint=endpoint, credentials=StaticProvider(admin_key, admin_secret), secure=False)
+    keys = {"access_key": env["ADMIN_ACCESS_KEY"], "secret_key": env["ADMIN_SECRET_KEY"]}
+    client = Minio(endpoint=endpoint, **keys, secure=False)
     for bucket in BUCKETS:
         if not client.bucket_exists(bucket_name=bucket):
             client.make_bucket(bucket_name=bucket)
+
+
+def make_users(endpoint: str, env: Mapping[str, str]) -> None:
+    """Make users and policies, which only MinIO's own protocol can.
+
+    Args:
+        endpoint: HOST:PORT of the server.
+        env: keys of its owner and of the users.
+    """
+    owner = StaticProvider(env["ADMIN_ACCESS_KEY"], env["ADMIN_SECRET_KEY"])
+    admin = MinioAdmin(endpoint=endpoint, credentials=owner, secure=False)
+    for bucket in BUCKETS:
         user = env[f"{bucket.upper()}_ACCESS_KEY"]
         admin.user_add(user, env[f"{bucket.upper()}_SECRET_KEY"])
         with TemporaryDirectory() as folder:
@@ -59,8 +70,9 @@ def set_up(endpoint: str, env: Mapping[str, str]) -> None:
             file.write_text(json.dumps(policy(bucket)), encoding="utf-8")
             admin.policy_add(bucket, str(file))
         admin.policy_set(bucket, user=user)
-        sys.stdout.write(f"bucket {bucket}: ready, for its own user\n")
 
 
 if __name__ == "__main__":
-    set_up(sys.argv[1], os.environ)
+    make_buckets(sys.argv[1], os.environ)
+    if "--buckets-only" not in sys.argv[2:]:
+        make_users(sys.argv[1], os.environ)
