@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 API = "/apis/v2beta1/"
+MADE = {"created_at": "2026-11-30T00:00:00Z"}
 RUN_ID = "1a2b3c4d-0000-4000-8000-000000000000"
 
 
@@ -53,12 +54,13 @@ class Kfp:
         """A resource, made."""
         if path == "pipelines/upload":
             self.bodies.append(body)
-            self.pipelines.append({"pipeline_id": f"p{len(self.pipelines)}", "display_name": query["name"]})
+            self.pipelines.append({"pipeline_id": f"p{len(self.pipelines)}", "display_name": query["name"], **MADE})
             return self.pipelines[-1]
         if path == "pipelines/upload_version":
             self.bodies.append(body)
             number = f"v{len(self.versions)}"
             version = {"pipeline_id": query["pipelineid"], "pipeline_version_id": number, "display_name": query["name"]}
+            version |= MADE
             self.versions.append(version)
             return version
         sent = json.loads(body)
@@ -68,7 +70,7 @@ class Kfp:
             "recurringruns": (self.schedules, {"recurring_run_id": f"s{len(self.schedules)}"}),
         }
         kind, key = made[path]
-        kind.append({**sent, **key})
+        kind.append({**sent, **key, **MADE})
         return kind[-1]
 
 
