@@ -199,11 +199,6 @@ def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
     settings(compile_)
 
-    pipeline_commands(commands)
-
-
-def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The commands that start runs on KFP."""
     submit = add(commands, "submit", "start a run on KFP", SUBMIT)
     submit.add_argument("file", help="the run, as YAML")
     settings(submit)

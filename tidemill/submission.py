@@ -41,9 +41,7 @@ def submit(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         show(config, parameters, console)
         return 0
-    parameters["config"] = text_of(ship(config, arguments.store_endpoint))
-    name = arguments.resume or config.name
-    made = call("run", order(arguments, parameters, name, config))
+    made = call("run", order(arguments, parameters, arguments.resume or config.name, config))
     run = arguments.resume or f"{config.name}-{mark(made['id'])}"
     for line in (f"run {run}: {made['page']}", f"tidemill status {run}, tidemill logs {run}, tidemill stop {run}"):
         console.print(line, markup=False)
@@ -77,7 +75,6 @@ def schedule(arguments: argparse.Namespace) -> int:
         raise ConfigError("schedule", arguments.file, "a run file with --cron, or --list, or --delete NAME", fix)
     cron, config = Cron.parse(arguments.cron), configured(arguments)
     parameters = parameters_of(config, arguments)
-    parameters["config"] = text_of(ship(config, arguments.store_endpoint))
     made = call("schedule", {"cron": cron.text, **order(arguments, parameters, arguments.name or config.name, config)})
     console.print(f"schedule {arguments.name or config.name}: {made['page']}", markup=False)
     times = [f"{time:%Y-%m-%d %H:%M:%S}" for time in next_times(cron, SHOWN_TIMES, datetime.now(UTC))]
@@ -173,11 +170,13 @@ def reach(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def order(arguments: argparse.Namespace, parameters: Mapping[str, str], name: str, config: RunConfig) -> dict[str, Any]:
-    """What KFP is asked for."""
+    """What KFP is asked for; the files of prompts are uploaded on the way."""
+    kfp = reach(arguments)
+    shipped = text_of(ship(config, arguments.store_endpoint))
     return {
-        **reach(arguments),
+        **kfp,
         "pipeline": pipeline_of(arguments),
-        "parameters": dict(parameters),
+        "parameters": {**parameters, "config": shipped},
         "name": name,
         "experiment": arguments.experiment or config.tracking.experiment,
         "make_experiment": arguments.experiment is None,
