@@ -90,6 +90,13 @@ workflow is gone. A CronJob of k8s/ does so every five minutes.
   tidemill reap --dry-run
   tidemill reap --older-than 60 --endpoint http://ml-pipeline.kubeflow:8888
 """
+TIMELINE = """
+Draws when trainer and engines of a run were at work, from its events.jsonl; a resumed run since it was resumed. The
+picture is an SVG file; a name in .json makes a trace instead, which https://ui.perfetto.dev opens.
+
+  tidemill timeline addition-1
+  tidemill timeline runs/addition-1 --last 10 --output timeline.json
+"""
 UI = """
 Serves the MLflow pages of all runs below a folder, until Ctrl-C.
 
@@ -155,6 +162,11 @@ def build_parser() -> argparse.ArgumentParser:
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
     convert.add_argument("script", help="shell script with one verl command")
     convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
+
+    timeline = add(commands, "timeline", "draw when trainer and engines of a run were at work", TIMELINE)
+    timeline.add_argument("run", metavar="RUN", help="name below runs/, or folder")
+    timeline.add_argument("--last", type=positive, metavar="N", help="the last N steps (default: all)")
+    timeline.add_argument("--output", metavar="FILE", help=".svg or .json file (default: timeline.svg of the run)")
 
     remote_commands(commands)
 

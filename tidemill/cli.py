@@ -1,4 +1,4 @@
-"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | ui`, and for runs on
+"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | timeline | ui`, and for runs on
 Kubernetes `status | logs | stop | reap`.
 
 Heavy libraries are imported by the command that needs them, so that help and mistakes are answered at once.
@@ -200,6 +200,26 @@ def convert_verl(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def timeline(arguments: argparse.Namespace) -> int:
+    """The picture of a run, or its trace."""
+    from tidemill.observe.events import read_events
+    from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
+
+    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
+    events = folder / "events.jsonl"
+    if not events.is_file():
+        raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", f"There is no {events}.")
+    activities = last_steps(newest_attempt(read_events(events)), arguments.last)
+    path = Path(arguments.output or folder / "timeline.svg")
+    draw = {".svg": svg, ".json": trace}.get(path.suffix)
+    if draw is None:
+        raise ConfigError("output", str(path), "a name that ends in .svg or .json", "The end chooses the format.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(draw(activities), encoding="utf-8")
+    print(f"wrote {path}: {len(activities)} steps, engines generate during {overlap(activities):.0%} of the updates")
+    return 0
+
+
 def ui(arguments: argparse.Namespace) -> NoReturn:
     """Become the MLflow server."""
     database = registry_of(Path(arguments.output).resolve())
@@ -276,6 +296,7 @@ COMMANDS = {
     "logs": remote,
     "stop": remote,
     "reap": remote,
+    "timeline": timeline,
     "ui": ui,
 }
 

@@ -35,6 +35,7 @@ SHARED_MEMORY = Path("/dev/shm")
 RAY_OBJECT_STORE = GIB // 2
 PROCESS = 3 * GIB // 2  # what a process with torch and vLLM imported takes before it holds a model
 TRAINING_BYTES_PER_WEIGHT = 16  # fp32 weight, gradient and two moments of AdamW
+LOADED_BYTES_PER_WEIGHT = 4  # on every rank, until it has given away what other ranks keep
 CHECKPOINT_BYTES_PER_WEIGHT = 12
 EXPORTED_BYTES_PER_WEIGHT = 2
 
@@ -205,10 +206,11 @@ def rooms(config: RunConfig, weights: int) -> Iterator[Room]:
     )
     if config.cluster.provider != "local":
         return
+    training = max(TRAINING_BYTES_PER_WEIGHT, config.trainer.ranks * LOADED_BYTES_PER_WEIGHT) * weights
     engine = PROCESS + config.rollout.cpu_kv_cache_gib * GIB + EXPORTED_BYTES_PER_WEIGHT * weights
     yield Room(
         "memory",
-        PROCESS + config.trainer.ranks * TRAINING_BYTES_PER_WEIGHT * weights + config.rollout.engines * engine,
+        config.trainer.ranks * PROCESS + training + config.rollout.engines * engine,
         psutil.virtual_memory().available,
         "Close other programs, choose a smaller model, or run fewer engines (rollout.engines).",
     )

@@ -16,6 +16,8 @@ from tidemill.records import Completion, Float32Array, GroupHeader, Int32Array
 
 PauseMode = Literal["keep", "abort", "wait"]
 Ref = TypeVar("Ref")
+Loads = Mapping[str, Sequence[tuple[float, int]]]
+"""By engine: from when on (seconds since the epoch) it has how many requests in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,10 @@ class Generation(Protocol):
 
     async def evaluate(self, version: int) -> Evaluation:
         """Score the held-out prompts with the engines' present weights."""
+        ...
+
+    async def loads(self) -> Loads:
+        """Requests in flight since the last call, for the run's timeline."""
         ...
 
     async def stats(self) -> Mapping[str, float]:

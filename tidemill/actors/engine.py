@@ -47,7 +47,12 @@ class EngineActor:
         config = self.config
         path = self.model_path or str((await asyncio.to_thread(model_here, config)).path)
         self.engine = VllmEngine(
-            path, config.rollout, config.data.max_prompt_tokens, config.seed + self.index, config.sync.transport
+            path,
+            config.rollout,
+            config.data.max_prompt_tokens,
+            config.seed + self.index,
+            config.sync.transport,
+            keep_prefix_cache=config.sync.keep_prefix_cache,
         )
         await self.engine.start()
 

@@ -1,4 +1,4 @@
-"""The data-parallel trainer ranks, each in a process of its own."""
+"""The trainer ranks, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IO_TIMEOUT_S = 3600.0  # of a checkpoint or a model on its way to or from the st
 
 
 class RankActor:
-    """One trainer rank: its shard of the work, and on rank 0 the checkpoints.
+    """One trainer rank: its share of work and parameters, and on rank 0 the checkpoints.
 
     Args:
         config: of the run.
@@ -86,14 +86,17 @@ class RankActor:
         return self.policy.score(token_ids)
 
     def export(self, path: str) -> int:
-        """Write the weights for the engines, in the engines' precision; returns the bytes."""
+        """Write the weights for the engines, in the engines' precision; returns the bytes. See `PolicyRank.export`."""
         from tidemill.train.precision import compute_dtype
 
         dtype = compute_dtype(self.config.rollout.dtype, self.policy.device)
         return self.policy.export(path, dtype)
 
-    def publish_weights(self, version: int) -> Publication:
-        """Export, and upload as `version`; see `sync.publisher`."""
+    def publish_weights(self, version: int) -> Publication | None:
+        """Export, and upload as `version`, see `sync.publisher`; ranks other than 0 only take part in the export."""
+        if self.rank:
+            self.export("")
+            return None
         folder, timings = weights_folder(self.config), Timings()
         folder.mkdir(parents=True, exist_ok=True)
         check_room(folder, self.publisher.nbytes)
@@ -121,9 +124,10 @@ class RankActor:
         return open_store(self.config.store, self.config.output)
 
     def snapshot(self) -> None:
-        """Write everything a restart needs to the staging folder; training may go on when this returns."""
-        shutil.rmtree(self.staging, ignore_errors=True)
-        self.staging.mkdir(parents=True)
+        """Rank 0 writes everything a restart needs to its staging folder; training may go on when this returns."""
+        if self.rank == 0:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self.staging.mkdir(parents=True)
         self.policy.save_state(self.staging)
 
     @ray.method(concurrency_group=IO)
@@ -140,10 +144,12 @@ class RankActor:
             checkpoints.load(version, Path(folder))
             self.policy.load_state(Path(folder))
 
-    def publish_model(self, version: int) -> str:
-        """Write the Hugging Face folder of the policy to the run's folder and to the store; returns its URI."""
+    def publish_model(self, version: int) -> str | None:
+        """Write the Hugging Face folder of the policy to the run's folder and to the store; rank 0 returns its URI."""
         folder = self.config.folder / "model"
         self.policy.save_model(folder)
+        if self.rank:
+            return None
         with self.checkpoints() as checkpoints:
             uri: str = checkpoints.publish_model(version, folder)
             return uri
@@ -157,7 +163,7 @@ class RankActor:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRanks:
-    """The trainer ranks; what only one has to do, rank 0 does.
+    """The trainer ranks. What needs the parameters all do, what only one has to do rank 0 does.
 
     Attributes:
         actors: of all ranks.
@@ -184,17 +190,17 @@ class RemoteRanks:
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """Log-probs of the present parameters; the synchronizer has the deadline, as for `export`."""
-        scores: Float32Array = await self.first("score", token_ids, timeout_s=None)
+        scores: Float32Array = await self.all("score", token_ids, timeout_s=None)
         return scores
 
     async def export(self, path: Path) -> int:
         """Write the weights for the engines; returns the bytes."""
-        nbytes: int = await self.first("export", str(path), timeout_s=None)
+        nbytes: int = await self.all("export", str(path), timeout_s=None)
         return nbytes
 
     async def publish_weights(self, version: int) -> Publication:
         """Bring the weights to the object store; the synchronizer has the deadline, as for `export`."""
-        publication: Publication = await self.first("publish_weights", version, timeout_s=None)
+        publication: Publication = await self.all("publish_weights", version, timeout_s=None)
         return publication
 
     async def republish_weights(self) -> Publication:
@@ -204,7 +210,7 @@ class RemoteRanks:
 
     async def snapshot(self) -> None:
         """Stage a checkpoint."""
-        await self.first("snapshot", timeout_s=IO_TIMEOUT_S)
+        await self.all("snapshot", timeout_s=IO_TIMEOUT_S)
 
     async def upload(self, version: int, state: Mapping[str, object]) -> str:
         """Commit the staged checkpoint; returns its URI."""
@@ -217,17 +223,18 @@ class RemoteRanks:
 
     async def publish_model(self, version: int) -> str:
         """Export the policy as a Hugging Face folder; returns its URI."""
-        uri: str = await self.first("publish_model", version, timeout_s=IO_TIMEOUT_S)
+        uri: str = await self.all("publish_model", version, timeout_s=IO_TIMEOUT_S)
         return uri
 
     async def first(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
         """Call rank 0."""
         return await call("trainer rank 0", getattr(self.actors[0], method).remote(*arguments), timeout_s)
 
-    async def all(self, method: str, *arguments: object, timeout_s: float | None) -> None:
-        """Call every rank at once."""
+    async def all(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
+        """Call every rank at once; returns what rank 0 answers."""
         pending = [getattr(actor, method).remote(*arguments) for actor in self.actors]
-        await asyncio.gather(*(call(f"trainer rank {rank}", p, timeout_s) for rank, p in enumerate(pending)))
+        answers = await asyncio.gather(*(call(f"trainer rank {rank}", p, timeout_s) for rank, p in enumerate(pending)))
+        return answers[0]
 
 
 def start_ranks(config: RunConfig, model_path: str | None, claim: Claim | None = None) -> RemoteRanks:

@@ -15,7 +15,7 @@ from tidemill.actors.call import MAX_CALLS, call
 from tidemill.actors.engine import RemoteEngine
 from tidemill.actors.placement import service_place
 from tidemill.config import RunConfig
-from tidemill.protocols import Evaluation
+from tidemill.protocols import Evaluation, Loads
 from tidemill.records import Int32Array
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import (
@@ -103,6 +103,10 @@ class RolloutActor:
         """See `Generation`; with the digests of the data that its numbers stand for."""
         return {**await self.rollouter.ledger_state(), **self.digests}
 
+    async def loads(self) -> Loads:
+        """See `Generation`."""
+        return await self.rollouter.loads()
+
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""
         return await self.rollouter.stats()
@@ -164,6 +168,10 @@ class RemoteGeneration:
     async def evaluate(self, version: int) -> Evaluation:
         """See `Generation`; every answer has `rollout.group_timeout_s` inside."""
         return await call("the rollouter", self.actor.evaluate.remote(version), None)
+
+    async def loads(self) -> Loads:
+        """See `Generation`."""
+        return await call("the rollouter", self.actor.loads.remote())
 
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""

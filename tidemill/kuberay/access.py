@@ -25,7 +25,7 @@ PERMISSIONS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (EVENTS, ("list",)),
     (CONFIG_MAPS, ("create", "get", "patch")),
 )
-"""What the steps of a run do in its namespace."""
+"""What the steps of a run do in its namespace; the role `tidemill-pipeline` of k8s/ allows just that."""
 
 
 class Inspected(Protocol):

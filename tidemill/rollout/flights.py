@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from tidemill.errors import EngineError
 from tidemill.protocols import Engine
 from tidemill.records import Int32Array, Prompt
+from tidemill.rollout.activity import LoadMeter
 
 LOG = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class EnginePool:
         self._engines = list(engines)
         self._load = [0] * len(engines)
         self._failures = [0] * len(engines)
+        self.loads = LoadMeter()
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -85,6 +87,7 @@ class EnginePool:
         """An engine for the time of one request; an exception other than cancellation counts as its failure."""
         chosen = min(range(len(self._engines)), key=lambda n: (self._failures[n], self._load[n]))
         self._load[chosen] += 1
+        self.loads.note(f"engine {chosen}", self._load[chosen])
         try:
             yield self._engines[chosen]
         except Exception:
@@ -94,6 +97,7 @@ class EnginePool:
             self._failures[chosen] = 0
         finally:
             self._load[chosen] -= 1
+            self.loads.note(f"engine {chosen}", self._load[chosen])
 
     def forgive(self) -> None:
         """Forget the failures: engines that failed may have been repaired or replaced."""

@@ -18,7 +18,7 @@ from typing import Generic
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
-from tidemill.protocols import Delivery, Engine, Evaluation, Queue, Ref
+from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue, Ref
 from tidemill.records import Group
 from tidemill.rollout.activity import Clock, IdleMeter, Tally
 from tidemill.rollout.admission import Admission
@@ -275,6 +275,10 @@ class Rollouter(Generic[Ref]):
     async def evaluate(self, version: int) -> Evaluation:
         """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
         return await self._evaluator.evaluate(version)
+
+    async def loads(self) -> Loads:
+        """Requests in flight since the last call; see `LoadMeter.take`."""
+        return self._engines.loads.take()
 
     async def stats(self) -> Mapping[str, float]:
         """`idle`, groups by stage, what `Tally.take` returns, and the ledger's counts as `ledger/NAME`."""

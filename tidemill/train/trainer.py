@@ -18,7 +18,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.metrics import group_metrics
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery, Evaluation, Generation, Lease, Queue
+from tidemill.protocols import Delivery, Evaluation, Generation, Lease, Loads, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
@@ -51,6 +51,10 @@ class Observer(Protocol):
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         """An optimizer step is done, with everything that was measured."""
+        ...
+
+    def active(self, step: int, timings: Timings, loads: Loads) -> None:
+        """When the trainer did what in an optimizer step, and how busy the engines were meanwhile."""
         ...
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
@@ -127,6 +131,7 @@ class Trainer:
             metrics["throughput/tokens_per_second"] = metrics["response/tokens"] / timings.seconds["step"]
             metrics["idle/trainer"] = timings.seconds["get_groups"] / timings.seconds["step"]
             self.observer.step_finished(self.position, metrics)
+            self.observer.active(self.position.step, timings, await self.generation.loads())
         if self.position.step < self.config.trainer.steps:
             what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"
             self.observer.notice(f"{what} after step {self.position.step}")
