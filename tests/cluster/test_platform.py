@@ -14,7 +14,7 @@ from platform_rig import KEYS, Platform, eventually, images_of_nodes, needed, ne
 
 from tidemill.store.object_store import ObjectStore
 
-IMAGE = "localhost/tidemill-pipelines:0.1.0-python"
+IMAGE = "localhost/tidemill-python:0.1.0"
 PIPELINE = [
     ("create", "rayjobs.ray.io"),
     ("delete", "rayjobs.ray.io"),
