@@ -48,7 +48,7 @@ def platform() -> Iterator[Platform]:
     """The test overlay, applied and ready."""
     missing = needed("test") - images_of_nodes()
     if missing:
-        pytest.skip(f"the nodes lack {', '.join(sorted(missing))}: tests/cluster/full.py images")
+        pytest.skip(f"the nodes lack {', '.join(sorted(missing))}: make images minio-image")
     made = new_platform()
     try:
         made.apply("test")
