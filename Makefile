@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	cluster-down test-image minio-image test-cluster test-cluster-full clean
 
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 26
 
 setup: $(READY)  ## Make .venv with everything pinned (once; a few seconds when nothing changed)
 
