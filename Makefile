@@ -32,7 +32,8 @@ export UV_LINK_MODE ?= hardlink
 # Reading bytecode is what halves the start of vLLM; see `setup`.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu cluster-up cluster-down clean
+.PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu cluster-up \
+	cluster-down test-image test-cluster clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -99,7 +100,7 @@ lock-gpu: $(UV)  ## Write constraints-gpu.txt again: the versions of the gpu ima
 	@mv constraints-gpu.new constraints-gpu.txt && rm constraints-gpu.lock constraints-gpu.in
 
 images:  ## Build the images cpu and pipelines with docker; BUILDER='buildah bud --layers' takes buildah
-	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-python:$(VERSION) .
+	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-pipelines:$(VERSION)-python .
 	$(BUILDER) --target cpu --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-cpu:$(VERSION) .
 
 image-gpu:  ## Build the image gpu
@@ -110,6 +111,14 @@ cluster-up:  ## A Kubernetes on this machine (kind, needs docker) with KFP, Kube
 
 cluster-down:  ## Remove that Kubernetes with all its data
 	kind delete cluster --name tidemill
+
+test-image:  ## Build the small image that the cluster tests run pods of
+	rm -rf .cache/test-image && mkdir -p .cache/test-image
+	cp -r tidemill constraints.txt tests/cluster/image/* .cache/test-image
+	$(BUILDER) -t localhost/tidemill-stub:1 .cache/test-image
+
+test-cluster: setup  ## Tests against the cluster of KUBECONFIG, whose nodes have the image of test-image
+	$(BIN)/python -m pytest tests/cluster -m cluster
 
 clean:  ## Remove what make and the tests made, but no run
 	rm -rf $(VENV) $(PEERS) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,5 +4,5 @@ A component's source travels inside the compiled pipeline and runs in `IMAGE`, w
 module level they import nothing but KFP.
 """
 
-IMAGE = "tidemill-pipelines:0.1.0-python"
+IMAGE = "tidemill-python:0.1.0"
 """The slim image of the steps. KFP's local runner takes an image without "python" in its name for a foreign one."""

@@ -51,6 +51,7 @@ LAYERS = (
         "tidemill.job",
         "tidemill.launch",
         "tidemill.outcome",
+        "tidemill.remote",
         "tidemill.run_folder",
     ),
     ("tidemill.cli",),

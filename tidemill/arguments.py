@@ -64,6 +64,32 @@ each is taken over, listed as left out, or refused by name. docs/from_verl.md ha
   tidemill convert-verl dapo_7b_math.sh > run.yaml
   tidemill convert-verl dapo_7b_math.sh trainer.n_gpus_per_node=4 ~reward_model.reward_manager > run.yaml
 """
+STATUS = """
+Where a run stands: phase, step, what its pods wait for, GPUs and GPU hours, and why it failed. The cluster is that of
+KUBECONFIG, or the one that this runs in.
+
+  tidemill status addition-1f2e3d4c
+  tidemill status all --namespace team-a
+"""
+LOGS = """
+What the driver of the newest attempt writes.
+
+  tidemill logs addition-1f2e3d4c --follow
+"""
+STOP = """
+The run ends after the step under way, with a checkpoint and an exported model, and its pipeline goes on to evaluate.
+With --now its cluster is deleted at once; the newest checkpoint is kept either way.
+
+  tidemill stop addition-1f2e3d4c --reason "reward is flat"
+  tidemill stop addition-1f2e3d4c --now
+"""
+REAP = """
+Deletes the Ray clusters of runs whose watcher has given no sign of life for long, whose KFP run is over, or whose
+workflow is gone. A CronJob of k8s/ does so every five minutes.
+
+  tidemill reap --dry-run
+  tidemill reap --older-than 60 --endpoint http://ml-pipeline.kubeflow:8888
+"""
 TIMELINE = """
 Draws when trainer and engines of a run were at work, from its events.jsonl; a resumed run since it was resumed. The
 picture is an SVG file; a name in .json makes a trace instead, which https://ui.perfetto.dev opens.
@@ -142,10 +168,33 @@ def build_parser() -> argparse.ArgumentParser:
     timeline.add_argument("--last", type=positive, metavar="N", help="the last N steps (default: all)")
     timeline.add_argument("--output", metavar="FILE", help=".svg or .json file (default: timeline.svg of the run)")
 
+    remote_commands(commands)
+
     ui = add(commands, "ui", "open curves and models of all runs", UI)
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
     return parser
+
+
+def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands for runs on Kubernetes."""
+    status = add(commands, "status", "say where runs on Kubernetes stand", STATUS)
+    status.add_argument("run", help="name of a run, or all")
+    logs = add(commands, "logs", "show the log of a run on Kubernetes", LOGS)
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is being written")
+    stop = add(commands, "stop", "end a run on Kubernetes", STOP)
+    stop.add_argument("--now", action="store_true", help="delete its cluster at once")
+    stop.add_argument("--reason", type=text, default="tidemill stop", help="what its summary says")
+    for command in (logs, stop):
+        command.add_argument("run", help="name of the run")
+    reap = add(commands, "reap", "delete clusters that nobody looks after", REAP)
+    reap.add_argument(
+        "--older-than", type=positive, default=30, metavar="MINUTES", help="without a sign of life (default: 30)"
+    )
+    reap.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    reap.add_argument("--endpoint", help="KFP to ask whether runs are over (default: none is asked)")
+    for command in (status, logs, stop, reap):
+        command.add_argument("--namespace", help="of the runs (default: that of this pod, else tidemill)")
 
 
 def settings(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,5 @@
-"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | timeline | ui`.
+"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | timeline | ui`, and for runs on
+Kubernetes `status | logs | stop | reap`.
 
 Heavy libraries are imported by the command that needs them, so that help and mistakes are answered at once.
 """
@@ -262,6 +263,22 @@ def free_port(wanted: int) -> int:
         return port
 
 
+def remote(arguments: argparse.Namespace) -> int:
+    """A command for runs on Kubernetes."""
+    if importlib.util.find_spec("kubernetes") is None:
+        raise RunError("this command needs the Kubernetes client: pip install 'tidemill[pipelines]'")
+    from rich.console import Console
+
+    from tidemill import remote as commands
+    from tidemill.kuberay.client import KubernetesCluster
+    from tidemill.kuberay.release import own_namespace
+    from tidemill.sections import KubernetesConfig
+
+    does = {"status": commands.status, "logs": commands.logs, "stop": commands.stop, "reap": commands.reap_runs}
+    namespace = arguments.namespace or own_namespace() or KubernetesConfig().namespace
+    return does[arguments.command](arguments, KubernetesCluster.connect(namespace), Console())
+
+
 def need_kfp() -> None:
     """Say what to install where KFP is missing."""
     if importlib.util.find_spec("kfp") is None:
@@ -275,6 +292,10 @@ COMMANDS = {
     "generate": generate,
     "compile": compile_pipeline,
     "convert-verl": convert_verl,
+    "status": remote,
+    "logs": remote,
+    "stop": remote,
+    "reap": remote,
     "timeline": timeline,
     "ui": ui,
 }

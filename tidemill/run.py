@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.actors.engine import RemoteEngine, start_engine
-from tidemill.actors.placement import apart, pods_ready, service_place
+from tidemill.actors.placement import apart, check_gpus, pods_ready, service_place
 from tidemill.actors.queue import RemoteQueue, start_queue
 from tidemill.actors.ranks import RemoteRanks, fetch_groups, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, RunError, TidemillError
+from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.memory import MemoryMeter
 from tidemill.observe.observer import RunObserver
@@ -248,7 +248,7 @@ class Run:
             trainer_idle=metrics.get("idle/trainer"),
             rollouter_idle=metrics.get("idle/rollouter"),
             max_age=position.max_age if position.groups else None,
-            peak_memory_bytes=memory.peak_bytes,
+            peak_memory_bytes=None if apart(self.config) else memory.peak_bytes,  # it sees one pod of many
             checkpoint_uri=self.checkpoint_uri,
             model_uri=model_uri,
             model_version=None,
@@ -287,22 +287,6 @@ async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]]) -> None:
             f"engines, trainer and rollouter were not ready within {limit:g} s (rollout.start_timeout_s = "
             f"{config.rollout.start_timeout_s:g} and time to place them); the cluster has {cluster_resources()}"
         ) from error
-
-
-def check_gpus(config: RunConfig) -> None:
-    """Refuse a cluster with fewer GPUs than the run has places for, where an actor would wait for ever.
-
-    Raises:
-        ConfigError: the cluster has GPUs, and not enough.
-    """
-    rollout, there = config.rollout, int(cluster_resources().get("GPU", 0))
-    needed = rollout.engines * rollout.tensor_parallel_size + config.trainer.ranks
-    if 0 < there < needed:
-        allowed = (
-            f"a number for which {there} GPUs suffice: every engine takes rollout.tensor_parallel_size = "
-            f"{rollout.tensor_parallel_size}, every trainer rank one, {needed} in all"
-        )
-        raise ConfigError("rollout.engines", rollout.engines, allowed, "Run on more GPUs, or with fewer engines.")
 
 
 def samples(before: Evaluation | None) -> tuple[Sample, ...]:

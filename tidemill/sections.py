@@ -261,7 +261,7 @@ class RegistryConfig(Section):
     min_score: float | None = None
     """Held-out score that the policy must reach; null asks only that it did not get worse."""
     alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "candidate"
-    """Alias that the new version gets."""
+    """Alias that the new version gets; it also becomes the `champion` if it scores no less than the present one."""
 
 
 class ClusterConfig(Section):
@@ -315,8 +315,8 @@ class KubernetesConfig(Section):
     image_pull_secrets: list[str] = Field(default_factory=list)
     """Secrets to pull the image with."""
     service_account: str = "tidemill-ray"
-    """Service account of the Ray pods; it needs no permission, and no token of it is mounted, except into the head
-    where the cluster grows and shrinks (`max_engines`)."""
+    """Service account of the pods; it needs no permission. No container sees its token but the autoscaler's, where the
+    cluster grows and shrinks (`max_engines`)."""
     store_secret: str = "tidemill-store"
     """Secret with the keys `access_key` and `secret_key` of the object store."""
     secrets: list[str] = Field(default_factory=list)

@@ -151,6 +151,8 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
         final = with_times(registered(run, scored(Summary.from_json(summary), evaluation_from_json(evaluation))), run)
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.reason('model_version')}"))
+        elif (why := not_promoted(run, final)) is not None:
+            log.write(Notice(f"{final.model_version} stays {run.registry.alias}: {why}"))
         final.write(run.folder / "summary.json")
         reports = reports_of(run, final, curves(run, final))
         for path, text in zip((report_path, page_path), reports.values(), strict=True):
@@ -209,13 +211,23 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
     from tidemill.store.registry import register as make_version
 
     passed, reason = gate(summary.held_out_before, summary.held_out_after, run.registry.min_score)
-    if summary.model_uri is None or summary.mlflow_run_id is None:
-        passed, reason = False, summary.reason("model_uri")
+    for needed in ("model_uri", "mlflow_run_id"):
+        if asdict(summary)[needed] is None:
+            passed, reason = False, summary.reason(needed)
     if not passed:
         return replace(summary, missing={**summary.missing, "model_version": reason})
     tags = {} if summary.checkpoint_uri is None else {"checkpoint_uri": summary.checkpoint_uri}
     version = make_version(run, str(summary.model_uri), str(summary.mlflow_run_id), summary.held_out_after, tags)
     return replace(summary, model_version=f"{run.registered_model}/{version}")
+
+
+def not_promoted(run: RunConfig, summary: Summary) -> str | None:
+    """Make the new version the champion if it may be; else why it is not."""
+    from tidemill.store.registry import promote
+
+    version = str(summary.model_version).rpartition("/")[2]
+    passed, reason = promote(run, version, summary.held_out_before, summary.held_out_after)
+    return None if passed else reason
 
 
 def track_evaluation(run: RunConfig, summary: Summary, evaluation: Evaluation) -> None:

@@ -7,13 +7,14 @@ version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' tidemill/__init__.py)
 for program in docker kind kubectl; do
     command -v "$program" > /dev/null || { echo "cluster-up needs $program on the PATH" >&2; exit 1; }
 done
-for image in tidemill-cpu tidemill-python; do
-    docker image inspect "$image:$version" > /dev/null 2>&1 || { echo "no image $image:$version: make images" >&2; exit 1; }
+images=("tidemill-cpu:$version" "tidemill-pipelines:$version-python")
+for image in "${images[@]}"; do
+    docker image inspect "$image" > /dev/null 2>&1 || { echo "no image $image: make images" >&2; exit 1; }
 done
 
 kind get clusters | grep -qx tidemill || kind create cluster --config k8s/kind/cluster.yaml
 kubectl config use-context kind-tidemill
-kind load docker-image --name tidemill "tidemill-cpu:$version" "tidemill-python:$version"
+kind load docker-image --name tidemill "${images[@]}"
 
 kubectl apply --server-side -k k8s/operators/kuberay
 kubectl apply -k k8s/operators/kubeflow-crds

@@ -32,7 +32,9 @@ def local_ray() -> Iterator[None]:
     import ray
 
     here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # where a worker finds the actor's class
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=here)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=here
+    )
     yield
     ray.shutdown()
 

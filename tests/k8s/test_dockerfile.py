@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kustomize_rig import K8S, ROOT
+from kustomize_rig import K8S, ROOT, kustomization
 
 import tidemill
 from components import IMAGE
@@ -68,8 +68,8 @@ def test_image_says_what_it_is(target: str) -> None:
 def test_what_changes_rarely_is_a_layer_below_the_source(target: str) -> None:
     runs = [line for line in stages()[target] if line.startswith("RUN") and "pip install" in line]
     assert "/opt/lock/constraints" in runs[-2]
-    assert "/dist" not in runs[-2]
-    assert "--no-deps /dist/*.whl" in runs[-1]
+    assert "from=wheel" not in runs[-2]
+    assert "--no-deps /build/dist/*.whl" in runs[-1]
 
 
 def test_bytecode_is_compiled() -> None:
@@ -85,7 +85,7 @@ def pip_installs() -> Iterator[str]:
 def test_everything_that_is_installed_is_pinned() -> None:
     found = list(pip_installs())
     assert len(found) >= 7
-    loose = [run for run in found if not re.search(r"==\d|-c /opt/lock|--constraint|--no-deps /dist", run)]
+    loose = [run for run in found if not re.search(r"==\d|-c /opt/lock|--constraint|--no-deps /build/dist", run)]
     assert loose == []
 
 
@@ -120,9 +120,11 @@ def test_training_image_has_no_kfp() -> None:
 def test_images_are_called_as_settings_and_components_call_them() -> None:
     version = tidemill.__version__
     assert KubernetesConfig().image == f"tidemill-gpu:{version}"
-    assert f"tidemill-python:{version}" == IMAGE
-    for image in ("tidemill-python", "tidemill-cpu", "tidemill-gpu"):
-        assert f"-t $(IMAGES){image}:$(VERSION)" in MAKEFILE
+    assert f"tidemill-pipelines:{version}-python" == IMAGE
+    for image in ("tidemill-pipelines:$(VERSION)-python", "tidemill-cpu:$(VERSION)", "tidemill-gpu:$(VERSION)"):
+        assert f"-t $(IMAGES){image} ." in MAKEFILE
+    tags = {i["name"]: i["newTag"] for i in kustomization(K8S / "base")["images"]}
+    assert [f"{name}:{tag}" for name, tag in tags.items()] == [IMAGE]
 
 
 def test_what_is_copied_is_not_ignored() -> None:

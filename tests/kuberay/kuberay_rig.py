@@ -14,6 +14,7 @@ from tidemill.config import RunConfig
 from tidemill.failure import Failure
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
+from tidemill.kuberay.board import Board
 from tidemill.kuberay.fake import FakeClock, FakeCluster, FakeOperator
 from tidemill.kuberay.mirror import Screen
 from tidemill.kuberay.owner import Owner
@@ -69,7 +70,8 @@ class Rig:
         log = EventLog(self.config.folder / "events.jsonl")
         self.logs.append(log)
         screen = Screen(log, Progress(Console(file=self.screen, width=200)))
-        return Watcher(self.attempts, screen, budget.load(self.store, self.config.name))
+        board = Board(self.cluster, self.config.name, self.owner)
+        return Watcher(self.attempts, screen, budget.load(self.store, self.config.name), board)
 
     def job(self, number: int = 1) -> str:
         return f"{self.config.name}-a{number}"
@@ -106,5 +108,11 @@ class Rig:
         return offset + len(data)
 
     def left(self) -> list[str]:
-        """Names of what is still in the cluster, but for events."""
-        return [name for kind, name in self.cluster.objects if kind.plural != "events"]
+        """Names of what is still in the cluster, but for events and the notes about the run."""
+        return [name for kind, name in self.cluster.objects if kind.plural not in ("events", "configmaps")]
+
+    def made(self) -> list[str]:
+        """Names of the RayJobs that were made."""
+        return [
+            name for name in self.cluster.made if name.startswith(f"{self.config.name}-a") and "-cluster" not in name
+        ]

@@ -4,12 +4,13 @@ import re
 from collections.abc import Collection
 
 import pytest
-from manifest_rig import on_kubernetes
+import yaml
+from manifest_rig import ROOT, on_kubernetes
 
 from tidemill.config import RunConfig
 from tidemill.errors import ClusterError, ConfigError
 from tidemill.kuberay.access import LOGS, PERMISSIONS, check_access
-from tidemill.kuberay.cluster import EVENTS, NODES, PODS, RAY_JOBS, SECRETS, Kind
+from tidemill.kuberay.cluster import NODES, RAY_JOBS, SECRETS, WORKFLOWS, Kind
 from tidemill.kuberay.fake import FakeClock, FakeCluster
 
 KEYS = {"access_key": "YQ==", "secret_key": "Yg=="}
@@ -117,6 +118,16 @@ def test_a_manifest_that_is_wrong_is_refused_before_the_cluster_sees_it() -> Non
     assert re.search(r"tolerations\[1\]\.operater", refused(config, cluster(missing=[RAY_JOBS])))
 
 
-def test_permissions_are_those_of_one_namespace() -> None:
-    assert all(kind.namespaced for kind, _ in PERMISSIONS)
-    assert {kind for kind, _ in PERMISSIONS} >= {RAY_JOBS, PODS, EVENTS}
+def test_the_role_of_the_pipeline_allows_just_what_is_asked_for() -> None:
+    objects = yaml.safe_load_all((ROOT / "k8s/base/accounts.yaml").read_text(encoding="utf-8"))
+    [role] = [o for o in objects if o["kind"] == "Role" and o["metadata"]["name"] == "tidemill-pipeline"]
+    allowed = {
+        (verb, group, resource)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    asked = {(verb, kind.group, kind.plural) for kind, verbs in PERMISSIONS for verb in verbs}
+    assert allowed - asked == {("get", WORKFLOWS.group, WORKFLOWS.plural)}  # only where a pipeline runs in Argo
+    assert asked <= allowed

@@ -11,7 +11,7 @@ from manifest_rig import GOLDEN, LARGE, ROOT, Tree, cluster, container, group, l
 
 from tidemill.errors import ConfigError
 from tidemill.kuberay.manifest import LONGEST_VALUE, RAY_VERSION, ray_job
-from tidemill.kuberay.names import job_name, selector
+from tidemill.kuberay.names import API_SERVER_LABEL, job_name, selector
 from tidemill.run_file import parse_config
 
 
@@ -64,6 +64,8 @@ def test_only_the_autoscaler_sees_a_token_of_kubernetes(most: int) -> None:
     mounts = cluster(job).get("autoscalerOptions", {}).get("volumeMounts", [])
     assert [(mount["name"], mount["mountPath"]) for mount in mounts] == [(name, folder) for name in projected]
     assert len(projected) == (most > 1)
+    reaching = [name for name, t in templates(job).items() if API_SERVER_LABEL in t["metadata"]["labels"]]
+    assert reaching == ["head"] * (most > 1)
 
 
 def test_nothing_is_tried_again_by_kuberay() -> None:
@@ -152,6 +154,15 @@ def test_pods_that_a_run_cannot_lose_are_not_moved() -> None:
         assert annotations == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 
 
+def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint() -> None:
+    """kueue#7569: a suspended run loses its head, and with it whatever no checkpoint holds."""
+    for role, template in templates(ray_job(on_kubernetes(), 1)).items():
+        hook = container(template).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+        grace = template["spec"].get("terminationGracePeriodSeconds")
+        waits = (hook[-1:], grace) == (["tidemill.kuberay.farewell"], 120)
+        assert waits == (role in ("head", "trainer"))
+
+
 def test_one_image_and_one_ray_everywhere() -> None:
     """A client of another Ray than the head's is refused."""
     job = ray_job(on_kubernetes("kubernetes.image=registry/tidemill:7"), 1)
@@ -223,11 +234,15 @@ def test_what_a_pod_writes_to_goes_with_it() -> None:
         assert mounts.get("/dev/shm", {}).get("sizeLimit") == memory
 
 
-@pytest.mark.parametrize("character", ["$", "`"])
-def test_a_runtime_environment_that_a_shell_would_change_is_refused(character: str) -> None:
-    config = on_kubernetes(f"kubernetes.runtime_env={{env_vars: {{A: '{character}x'}}}}")
-    with pytest.raises(ConfigError, match=r"kubernetes\.runtime_env"):
-        ray_job(config, 1)
+def test_the_runtime_environment_reaches_ray_as_it_was_given() -> None:
+    """KubeRay would pass it through a shell, in double quotes."""
+    given = {"pip": ["sympy"], "env_vars": {"A": '$HOME `ls` "$$" é'}}
+    job = ray_job(on_kubernetes(f"kubernetes.runtime_env={json.dumps(given)}"), 1)
+    template = templates(job)["submitter"]
+    assert container(template)["command"] == ["python3", "-m", "tidemill.kuberay.submitter"]
+    told = json.loads(variables(template)["TIDEMILL_JOB"])
+    assert told == {"entrypoint": job["spec"]["entrypoint"], "runtime_env": given}
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]) == given
 
 
 def test_settings_that_are_too_long_for_a_variable_are_refused() -> None:

@@ -46,7 +46,7 @@ def test_a_run_is_followed_from_its_start_to_its_summary(rig: Rig) -> None:
 
 def test_provision_twice_makes_one_job(rig: Rig) -> None:
     assert rig.watcher().provision() == rig.watcher().provision() == 1
-    assert rig.cluster.made == [rig.job()]
+    assert rig.made() == [rig.job()]
 
 
 def test_a_killed_watcher_attaches_and_shows_every_step_once(rig: Rig) -> None:
@@ -69,7 +69,7 @@ def test_a_run_that_ended_while_nobody_watched_and_is_cleaned_up_has_its_summary
     rig.leaves()
     rig.cluster.delete(RAY_JOBS, rig.job())
     assert rig.watcher().follow(first).steps == 3
-    assert rig.cluster.made == [rig.job()]
+    assert rig.made() == [rig.job()]
 
 
 def test_what_an_earlier_pipeline_left_is_not_the_result_of_this_one(rig: Rig) -> None:

@@ -111,6 +111,7 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("asynchrony.pause_mode", ["asynchrony.partial_rollout=true", "asynchrony.pause_mode=wait"]),
         ("evaluation.every", ["evaluation.every=1"]),
         ("registry.min_score", ["registry.min_score=0.5"]),
+        ("registry.alias", ["registry.alias=champion"]),
         ("algorithm.proximal", ["algorithm.proximal=loglinear"]),
         ("algorithm.proximal", ["algorithm.old_log_prob=version_start", "algorithm.proximal=loglinear"]),
         ("algorithm.behaviour_cap", ["algorithm.behaviour_cap=5"]),

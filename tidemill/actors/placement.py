@@ -17,7 +17,7 @@ from typing import Any
 
 from tidemill.cluster.local import cluster_resources
 from tidemill.config import RunConfig
-from tidemill.errors import RunError
+from tidemill.errors import ConfigError, RunError
 from tidemill.kuberay.names import ROLLOUT_RESOURCE, SERVICE_RESOURCE, TRAINER_RESOURCE
 
 POLL_S = 2.0
@@ -95,6 +95,22 @@ async def pods_ready(config: RunConfig, announce: Callable[[str], None]) -> None
             announce(f"wait for pods: {missing}")
             said = missing
         await asyncio.sleep(POLL_S)
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Refuse a cluster with fewer GPUs than the run has places for, where an actor would wait for ever.
+
+    Raises:
+        ConfigError: the cluster has GPUs, and not enough.
+    """
+    rollout, there = config.rollout, int(cluster_resources().get("GPU", 0))
+    needed = rollout.engines * rollout.tensor_parallel_size + config.trainer.ranks
+    if 0 < there < needed:
+        allowed = (
+            f"a number for which {there} GPUs suffice: every engine takes rollout.tensor_parallel_size = "
+            f"{rollout.tensor_parallel_size}, every trainer rank one, {needed} in all"
+        )
+        raise ConfigError("rollout.engines", rollout.engines, allowed, "Run on more GPUs, or with fewer engines.")
 
 
 def demand(config: RunConfig) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tidemill.config import RunConfig
 from tidemill.errors import ClusterError, ConfigError
-from tidemill.kuberay.cluster import EVENTS, NODES, PODS, RAY_CLUSTERS, RAY_JOBS, SECRETS, Kind, Object, labels_of
+from tidemill.kuberay.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, RAY_JOBS, SECRETS, Kind, Object, labels_of
 from tidemill.kuberay.kinds import Labels
 from tidemill.kuberay.manifest import RANKS_PER_POD, ray_job
 from tidemill.kuberay.pods import GPU_PRODUCT, STORE_KEYS, node_labels
@@ -20,12 +20,12 @@ from tidemill.kuberay.schema import check
 LOGS = Kind("", "v1", "pods/log")
 PERMISSIONS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (RAY_JOBS, ("create", "get", "list", "patch", "delete")),
-    (RAY_CLUSTERS, ("list",)),
     (PODS, ("list",)),
     (LOGS, ("get",)),
     (EVENTS, ("list",)),
+    (CONFIG_MAPS, ("create", "get", "patch")),
 )
-"""What the steps of a run do in its namespace."""
+"""What the steps of a run do in its namespace; the role `tidemill-pipeline` of k8s/ allows just that."""
 
 
 class Inspected(Protocol):

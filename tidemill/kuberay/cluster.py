@@ -46,6 +46,7 @@ PODS = Kind("", "v1", "pods")
 EVENTS = Kind("", "v1", "events")
 NODES = Kind("", "v1", "nodes", namespaced=False)
 SECRETS = Kind("", "v1", "secrets")
+CONFIG_MAPS = Kind("", "v1", "configmaps")
 WORKFLOWS = Kind("argoproj.io", "v1alpha1", "workflows", belongs_to="Argo Workflows")
 CRDS = Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 

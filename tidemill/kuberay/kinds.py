@@ -143,6 +143,24 @@ class Port(Kind):
     container_port: int
 
 
+class Exec(Kind):
+    """A command that the kubelet runs in a container."""
+
+    command: list[str]
+
+
+class Hook(Kind):
+    """What happens in a container at a turn of its life."""
+
+    exec_: Annotated[Exec, Field(alias="exec")]
+
+
+class Lifecycle(Kind):
+    """The end of a container begins once `pre_stop` is done, or the grace period of its pod is over."""
+
+    pre_stop: Hook
+
+
 class Container(Kind):
     """A container; where no command is given, KubeRay makes one."""
 
@@ -155,6 +173,7 @@ class Container(Kind):
     env_from: list[EnvFrom] | None = None
     resources: Resources
     security_context: SecurityContext = SecurityContext()
+    lifecycle: Lifecycle | None = None
     volume_mounts: list[VolumeMount] | None = None
 
 
@@ -165,6 +184,7 @@ class PodSpec(Kind):
     automount_service_account_token: bool = False
     enable_service_links: bool = False
     restart_policy: RestartPolicy = "Never"
+    termination_grace_period_seconds: int | None = None
     security_context: PodSecurityContext
     image_pull_secrets: list[Named] | None = None
     priority_class_name: str | None = None

@@ -52,7 +52,7 @@ from tidemill.sections import RolloutPod, TrainerPod
 
 RAY_VERSION = "2.60.0"
 """Ray of the image and of whoever talks to it."""
-ENTRYPOINT = "python -m tidemill.job"
+ENTRYPOINT = "python3 -m tidemill.job"
 RANKS_PER_POD = 8
 SERVICES = 1000
 """Queue, rollouter and the like that trainer pods have room for: as good as any number."""
@@ -88,8 +88,7 @@ def ray_job(
         environment: further variables of the head.
 
     Raises:
-        ConfigError: the settings are too long for an environment variable, or `kubernetes.runtime_env` holds what a
-            shell would replace.
+        ConfigError: the settings are too long for an environment variable.
     """
     labels = run_labels(config, attempt, kfp_run_id)
     ids = {"MLFLOW_RUN_ID": mlflow_run_id, "TIDEMILL_KFP_RUN": kfp_run_id}
@@ -133,9 +132,9 @@ def job_spec(config: RunConfig, labels: Labels, told: Mapping[str, str]) -> RayJ
     settings = config.kubernetes
     return RayJobSpec(
         entrypoint=ENTRYPOINT,
-        runtime_env_yaml=runtime_env(settings.runtime_env),
+        runtime_env_yaml=yaml.safe_dump(settings.runtime_env) if settings.runtime_env else None,
         submitter_config=SubmitterConfig(backoff_limit=0),
-        submitter_pod_template=submitter_template(config, labels),
+        submitter_pod_template=submitter_template(config, labels, ENTRYPOINT),
         backoff_limit=0,
         ttl_seconds_after_finished=settings.keep_s,
         active_deadline_seconds=math.ceil(settings.max_hours * 3600),
@@ -143,19 +142,6 @@ def job_spec(config: RunConfig, labels: Labels, told: Mapping[str, str]) -> RayJ
         suspend=None if settings.queue is None else True,
         ray_cluster_spec=cluster_spec(config, labels, told),
     )
-
-
-def runtime_env(tree: Mapping[str, Any]) -> str | None:
-    """Ray's runtime environment, which KubeRay hands to `ray job submit` in double quotes of a shell.
-
-    Raises:
-        ConfigError: the shell would replace something in it.
-    """
-    text = yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True) if tree else None
-    if text is not None and ("$" in text or "`" in text):
-        fix = "KubeRay passes it through a shell. Take kubernetes.env for values with these characters."
-        raise ConfigError("kubernetes.runtime_env", dict(tree), "text without $ and `", fix)
-    return text
 
 
 def cluster_spec(config: RunConfig, labels: Labels, told: Mapping[str, str]) -> RayClusterSpec:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.observe.events import Event, EventLog, parse_line
+from tidemill.observe.events import Event, EventLog, StepFinished, parse_line
 from tidemill.observe.progress import Progress
 from tidemill.store.attempt import Attempt
 from tidemill.store.journal import JournalReader
@@ -39,6 +39,7 @@ class Mirror:
         attempt: number of the attempt.
         rest: a line that is not whole yet.
         lines: how many were read.
+        last: the newest step, None before the first.
     """
 
     reader: JournalReader
@@ -46,7 +47,8 @@ class Mirror:
     mark: Path
     attempt: int
     rest: bytes = b""
-    lines: int = field(default=0)
+    lines: int = 0
+    last: StepFinished | None = None
 
     @classmethod
     def of(cls, store: ObjectStore, attempt: Attempt, screen: Screen) -> Mirror:
@@ -66,7 +68,9 @@ class Mirror:
         for line in lines:
             self.lines += 1
             if line:
-                self.screen.tell(parse_line(Path(self.reader.prefix), self.lines, line))
+                event = parse_line(Path(self.reader.prefix), self.lines, line)
+                self.last = event if isinstance(event, StepFinished) else self.last
+                self.screen.tell(event)
         if lines:
             whole = self.reader.offset - len(self.rest)
             self.mark.write_text(json.dumps({"attempt": self.attempt, "offset": whole}), encoding="utf-8")

@@ -18,8 +18,8 @@ HEARTBEAT = "tidemill.dev/heartbeat"
 """Annotation of a RayJob: when its watcher last looked, in seconds since 1970."""
 STOP = "tidemill.dev/stop"
 """Annotation of a RayJob: why it is to end after a checkpoint."""
-GPU_HOURS = "tidemill.dev/gpu-hours"
-"""Annotation of a RayJob: GPU hours of the run over all attempts, when its watcher last looked."""
+API_SERVER_LABEL = "tidemill.dev/api-server"
+"""Label of pods that the network policies of k8s/ let reach the API server."""
 LONGEST = 47
 """Characters of a RayJob's name: KubeRay makes longer ones from it."""
 DIGEST = 8

@@ -6,6 +6,7 @@ that nothing of it is left in memory or on disk.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from tidemill.config import RunConfig
@@ -14,7 +15,10 @@ from tidemill.kuberay.kinds import (
     EmptyDir,
     EnvFrom,
     EnvVar,
+    Exec,
+    Hook,
     Labels,
+    Lifecycle,
     Metadata,
     Named,
     PodSecurityContext,
@@ -27,6 +31,8 @@ from tidemill.kuberay.kinds import (
     Volume,
     VolumeMount,
 )
+from tidemill.kuberay.names import API_SERVER_LABEL
+from tidemill.kuberay.submitter import COMMAND, JOB
 from tidemill.sections import HeadPod, RolloutPod, TrainerPod
 
 USER = 1000
@@ -42,6 +48,8 @@ ENVIRONMENT = {
     "HF_HOME": f"{WORK}/huggingface",
     "HOME": WORK,  # what libraries compile or download goes below it
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would hold a pod that is told to end for 30 s, waiting for what its actors do; see `farewell.py`.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TIDEMILL_CACHE": f"{WORK}/cache",
     "TIDEMILL_SCRATCH": RUNS,
@@ -51,8 +59,11 @@ WORKING = VolumeMount(name="work", mount_path=WORK)
 SHARED_MEMORY = VolumeMount(name="shared-memory", mount_path="/dev/shm")
 TOKEN = VolumeMount(name="token", mount_path="/var/run/secrets/kubernetes.io/serviceaccount", read_only=True)
 TOKEN_SECONDS = 3600
+FAREWELL = ["python3", "-m", "tidemill.kuberay.farewell"]
+GRACE_S = 120
+"""Seconds that head and trainer pods get to end; a step and a checkpoint that take longer are lost."""
 HEAD_SHARED_MEMORY_GIB = 1
-SUBMITTER = Resources(requests={"cpu": "100m", "memory": "1Gi"}, limits={"memory": "1Gi"})
+SUBMITTER = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "256Mi"})
 PORTS = [Port(name="gcs-server", container_port=6379), Port(name="dashboard", container_port=8265)]
 
 
@@ -68,7 +79,8 @@ def head_template(config: RunConfig, labels: Labels, extra: Mapping[str, str], *
     container = ray_container(config, config.kubernetes.head, 0, extra).model_copy(update={"ports": PORTS})
     volumes = [*folders(HEAD_SHARED_MEMORY_GIB), *([token_volume()] if scales else [])]
     spec = pod(config, container, volumes, config.kubernetes.trainer_priority_class)
-    return PodTemplate(metadata=lasting(labels), spec=spec)
+    seen = labels | ({API_SERVER_LABEL: "true"} if scales else {})
+    return PodTemplate(metadata=lasting(seen), spec=unhurried(spec))
 
 
 def trainer_template(config: RunConfig, labels: Labels, ranks: int) -> PodTemplate:
@@ -76,7 +88,7 @@ def trainer_template(config: RunConfig, labels: Labels, ranks: int) -> PodTempla
     size = config.kubernetes.trainer
     container = ray_container(config, size, ranks)
     spec = worker(config, container, size.shared_memory_gib, config.kubernetes.trainer_priority_class)
-    return PodTemplate(metadata=lasting(labels), spec=spec)
+    return PodTemplate(metadata=lasting(labels), spec=unhurried(spec))
 
 
 def rollout_template(config: RunConfig, labels: Labels) -> PodTemplate:
@@ -87,12 +99,14 @@ def rollout_template(config: RunConfig, labels: Labels) -> PodTemplate:
     return PodTemplate(metadata=Metadata(labels=labels), spec=spec)
 
 
-def submitter_template(config: RunConfig, labels: Labels) -> PodTemplate:
+def submitter_template(config: RunConfig, labels: Labels, entrypoint: str) -> PodTemplate:
     """The pod that hands the job to Ray; the run fails with it."""
+    job = json.dumps({"entrypoint": entrypoint, "runtime_env": config.kubernetes.runtime_env})
     container = Container(
         name="ray-job-submitter",
         image=config.kubernetes.image,
-        env=variables(ENVIRONMENT | config.kubernetes.env),
+        command=COMMAND,
+        env=variables({JOB: job}),
         resources=SUBMITTER,
         volume_mounts=[TEMPORARY, WORKING],
     )
@@ -123,6 +137,13 @@ def worker(config: RunConfig, container: Container, shared_memory_gib: int, prio
     return spec.model_copy(
         update={"node_selector": node_labels(config) or None, "tolerations": tolerations(config) or None}
     )
+
+
+def unhurried(spec: PodSpec) -> PodSpec:
+    """A pod that gets time for a checkpoint before it ends."""
+    hook = Lifecycle(pre_stop=Hook(exec_=Exec(command=FAREWELL)))
+    containers = [container.model_copy(update={"lifecycle": hook}) for container in spec.containers]
+    return spec.model_copy(update={"containers": containers, "termination_grace_period_seconds": GRACE_S})
 
 
 def node_labels(config: RunConfig) -> Labels:

@@ -10,11 +10,12 @@ from rich.console import Console
 
 from tidemill.config import RunConfig
 from tidemill.kuberay import budget
+from tidemill.kuberay.access import check_access
 from tidemill.kuberay.attempts import Attempts, WallClock
+from tidemill.kuberay.board import Board
 from tidemill.kuberay.client import KubernetesCluster
-from tidemill.kuberay.cluster import RAY_JOBS
 from tidemill.kuberay.mirror import Screen
-from tidemill.kuberay.names import job_name, selector
+from tidemill.kuberay.names import job_name
 from tidemill.kuberay.owner import Owner, this_kfp_run
 from tidemill.kuberay.release import release_run
 from tidemill.kuberay.watch import Watcher
@@ -36,7 +37,7 @@ class KubernetesProvider:
 
     def check(self) -> None:
         """See that the cluster has what the run needs, and lets us use it."""
-        self.cluster().list(RAY_JOBS, selector(self.config.name))
+        check_access(self.config, self.cluster())
 
     def provision(self, log: EventLog) -> dict[str, Any]:
         """Have the Ray cluster made, or find the one that is there."""
@@ -71,4 +72,5 @@ class KubernetesProvider:
         """Who looks after its attempts."""
         cluster = self.cluster()
         attempts = Attempts(self.config, cluster, store, Owner.of_this_step(cluster), WallClock())
-        return Watcher(attempts, screen, budget.load(store, self.config.name))
+        board = Board(cluster, self.config.name, attempts.owner)
+        return Watcher(attempts, screen, budget.load(store, self.config.name), board)

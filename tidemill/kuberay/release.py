@@ -59,9 +59,14 @@ def release_this_pipeline(kfp_run: str) -> None:
     Raises:
         RunError: something is still there after some minutes.
     """
-    if not NAMESPACE.is_file() or not kfp_run:
+    namespace = own_namespace()
+    if namespace is None or not kfp_run:
         return
     from tidemill.kuberay.client import KubernetesCluster
 
-    namespace = NAMESPACE.read_text(encoding="utf-8").strip()
     release_pipeline(KubernetesCluster.connect(namespace), kfp_run, WallClock())
+
+
+def own_namespace() -> str | None:
+    """The namespace of this pod, None outside of a cluster."""
+    return NAMESPACE.read_text(encoding="utf-8").strip() if NAMESPACE.is_file() else None

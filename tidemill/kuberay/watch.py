@@ -15,11 +15,13 @@ from tidemill.errors import ClusterError, RunError, StoreError, TidemillError
 from tidemill.failure import Failure
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
+from tidemill.kuberay.board import Board
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of
 from tidemill.kuberay.mirror import Mirror, Screen
-from tidemill.kuberay.names import GPU_HOURS, HEARTBEAT, STOP, attempt_of, job_name, selector
+from tidemill.kuberay.names import HEARTBEAT, STOP, attempt_of, job_name, selector
 from tidemill.kuberay.state import NODE_TYPE, JobState, Phase, assess, seconds
 from tidemill.observe.events import Notice, PhaseStarted
+from tidemill.observe.links import cluster_rows
 from tidemill.observe.report import Summary
 from tidemill.store.attempt import Attempt
 from tidemill.store.object_store import ObjectStore
@@ -71,6 +73,7 @@ class Watcher:
     attempts: Attempts
     screen: Screen
     meter: budget.Meter
+    board: Board
 
     @property
     def config(self) -> RunConfig:
@@ -93,6 +96,10 @@ class Watcher:
         if number is None:
             number = self.attempts.last() + 1
             self.attempts.begin(number)
+        where = "\n".join(f"{what}: {where}" for what, where in cluster_rows(self.config))
+        self.board.post(
+            attempt=number, phase=Phase.STARTING, links=where, error=None, updated=self.attempts.clock.time()
+        )
         return number
 
     def follow(self, first: int) -> Summary:
@@ -105,7 +112,16 @@ class Watcher:
             RunError: the last of the attempts failed, and another might do better.
             TidemillError: it failed, and another would too; it was deleted, or out of budget.
         """
-        number = self.entry(first)
+        try:
+            summary = self.followed(self.entry(first))
+        except TidemillError as error:
+            self.post_end(error)
+            raise
+        self.post(phase=Phase.SUCCEEDED, progress=None, step=summary.steps, error=None)
+        return summary
+
+    def followed(self, number: int) -> Summary:
+        """The end of an attempt or of one of those after it."""
         last = number + self.config.kubernetes.max_restarts
         while True:
             visit = self.visit(number)
@@ -118,6 +134,7 @@ class Watcher:
             if not isinstance(error, RunError) or number >= last or visit.stopping is not None:
                 raise error
             self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {error}"))
+            self.post(failure=f"attempt {number}: {error}")
             number += 1
             self.refuse_without_budget()
             self.attempts.begin(number)
@@ -193,7 +210,7 @@ class Watcher:
         if job is None or state.over:
             budget.save(self.meter, self.store, self.config.name)
             return self.in_time(visit, state, job, now)
-        self.beat(visit, now)
+        self.beat(visit, state, now)
         self.pass_on_stop(visit, job, now)
         return self.in_time(visit, state, job, now)
 
@@ -218,15 +235,28 @@ class Watcher:
             visit.said.add(key or text)
             self.screen.tell(Notice(text))
 
-    def beat(self, visit: Visit, now: float) -> None:
+    def beat(self, visit: Visit, state: JobState, now: float) -> None:
         """Leave a sign of life at the RayJob, and what it has cost."""
         if now - visit.beaten < BEAT_S:
             return
         budget.save(self.meter, self.store, self.config.name)
-        signs = {HEARTBEAT: f"{now:.0f}", GPU_HOURS: f"{self.meter.hours:.3f}"}
         name = job_name(self.config.name, visit.attempt.number)
-        self.cluster.patch(RAY_JOBS, name, {"metadata": {"annotations": signs}})
+        self.cluster.patch(RAY_JOBS, name, {"metadata": {"annotations": {HEARTBEAT: f"{now:.0f}"}}})
+        step = visit.mirror.last
+        steps = {} if step is None else {"step": step.step, "steps": step.steps}
+        self.post(attempt=visit.attempt.number, phase=state.phase, progress=state.progress, **steps)
         visit.beaten = now
+
+    def post(self, **facts: object) -> None:
+        """Note what `tidemill status` says of the run."""
+        self.board.post(gpu_hours=f"{self.meter.hours:.2f}", updated=f"{self.attempts.clock.time():.0f}", **facts)
+
+    def post_end(self, error: TidemillError) -> None:
+        """Note why the run ended; that this does not go may be the reason why it did."""
+        try:
+            self.post(phase=Phase.FAILED, progress=None, error=error)
+        except (ClusterError, RunError) as unposted:
+            error.add_note(f"This could not be noted for `tidemill status`: {unposted}")
 
     def pass_on_stop(self, visit: Visit, job: Object, now: float) -> None:
         """Tell the driver to end, where a person asks for it or the budget is used up."""

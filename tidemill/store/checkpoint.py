@@ -10,67 +10,28 @@ never overwrite parts, and replacing one manifest is atomic in S3.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tidemill.config import RunConfig
 from tidemill.errors import CheckpointError, StoreError
+from tidemill.store.commit import FORMAT, Manifest, Nowhere, check_same
 from tidemill.store.lease import Claim, Fence
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
 from tidemill.store.server import open_store, store_folder
 
-FORMAT = 1
 STATE = "state.json"
 MANIFEST = "manifest.json"
 VERSION_FOLDER = re.compile(r"^(\d{8,})/")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a commit consists of.
-
-    Attributes:
-        format: of the manifest itself.
-        run: name of the run.
-        version: policy version.
-        folder: key below which the parts lie.
-        parts: name below `folder`, size in bytes and SHA-256 of each.
-    """
-
-    format: int
-    run: str
-    version: int
-    folder: str
-    parts: tuple[StoredObject, ...]
-
-    def to_json(self) -> bytes:
-        """As it is stored."""
-        return json.dumps(asdict(self), indent=1).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Manifest:
-        """Parse what `to_json` gave.
-
-        Raises:
-            CheckpointError: it is not a manifest of this format.
-        """
-        try:
-            tree = json.loads(data)
-            if tree["format"] != FORMAT:
-                raise CheckpointError(f"its format is {tree['format']!r} and this Tidemill reads {FORMAT}")
-            parts = tuple(StoredObject(str(p["key"]), int(p["nbytes"]), str(p["sha256"])) for p in tree["parts"])
-            return cls(FORMAT, str(tree["run"]), int(tree["version"]), str(tree["folder"]), parts)
-        except (ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"its manifest is damaged ({error!r})") from error
 
 
 class Checkpoints:
@@ -141,24 +102,27 @@ class Checkpoints:
             CheckpointError: the commit does not exist, or a part is missing or not what was committed. Nothing of it
                 is left in `folder`.
         """
-        manifest = self.manifest(version)
-        listed = {item.key: item for item in self.store.list(manifest.folder)}
-        for part in manifest.parts:
-            self.check_listed(manifest, part, listed)
+        manifest = self.complete(version)
         written: list[Path] = []
         try:
             for part in manifest.parts:
                 path = folder / relative_path(part.key, "")
                 written.append(path)
                 self.fetch(manifest, part, path)
-            return self.read_state(manifest, folder / STATE)
+            path = folder / STATE
+            return self.parse_state(manifest, path.read_bytes() if path.exists() else b"")
         except BaseException:
             for path in written:
                 path.unlink(missing_ok=True)
             raise
 
-    def newest_valid(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest commit that is intact, warning of those that are not: (version, state), None without any.
+    def newest_valid(self) -> tuple[int, dict[str, Any]] | None:
+        """State of the newest commit that is intact, warning of those that are not; None without any.
+
+        Every byte is read and none is kept: who asks has no room for it, and may have no use for it.
+
+        Returns:
+            (version, state).
 
         Raises:
             CheckpointError: there are commits, and none is intact. Starting over in silence would be worse.
@@ -166,12 +130,24 @@ class Checkpoints:
         versions = self.versions()
         for version in versions:
             try:
-                return version, self.load(version, folder)
+                return version, self.verify(version)
             except CheckpointError as error:
                 log.warning("%s; falling back to the commit before it", error)
         if versions:
             raise self.nothing_intact(versions)
         return None
+
+    def verify(self, version: int) -> dict[str, Any]:
+        """Compare all parts of a commit with what was committed; returns the state.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        manifest, state = self.complete(version), io.BytesIO()
+        for part in manifest.parts:
+            key = f"{manifest.folder}/{part.key}"
+            check_same(part, self.store.receive(key, state if part.key == STATE else Nowhere()), self.store.uri(key))
+        return self.parse_state(manifest, state.getvalue())
 
     def publish_model(self, version: int, folder: Path) -> str:
         """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI."""
@@ -199,6 +175,14 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {self.store.uri(key)} is of {manifest.run} version {manifest.version}")
         return manifest
 
+    def complete(self, version: int) -> Manifest:
+        """The manifest of a commit all of whose parts are there."""
+        manifest = self.manifest(version)
+        listed = {item.key: item for item in self.store.list(manifest.folder)}
+        for part in manifest.parts:
+            self.check_listed(manifest, part, listed)
+        return manifest
+
     def check_listed(self, manifest: Manifest, part: StoredObject, listed: Mapping[str, ListedObject]) -> None:
         """A part must exist in its size, before gigabytes are downloaded."""
         key = f"{manifest.folder}/{part.key}"
@@ -211,18 +195,14 @@ class Checkpoints:
 
     def fetch(self, manifest: Manifest, part: StoredObject, path: Path) -> None:
         """Download one part and compare it with what was committed."""
-        got = self.store.get_file(f"{manifest.folder}/{part.key}", path)
-        if (got.nbytes, got.sha256) != (part.nbytes, part.sha256):
-            raise CheckpointError(
-                f"checkpoint part {self.store.uri(got.key)} is damaged: {got.nbytes} bytes with SHA-256 {got.sha256}, "
-                f"committed were {part.nbytes} with {part.sha256}"
-            )
+        key = f"{manifest.folder}/{part.key}"
+        check_same(part, self.store.get_file(key, path), self.store.uri(key))
 
-    def read_state(self, manifest: Manifest, path: Path) -> dict[str, Any]:
-        """The run's state among the downloaded parts."""
-        if not path.exists():
+    def parse_state(self, manifest: Manifest, data: bytes) -> dict[str, Any]:
+        """The run's state, as it was among the parts."""
+        if not data:
             raise CheckpointError(f"checkpoint {self.store.uri(manifest.folder)} has no {STATE}")
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads(data)
         return state
 
     def retire(self, current: Manifest) -> None:

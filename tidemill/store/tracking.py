@@ -1,6 +1,8 @@
 """One MLflow run per training run: settings, curves, sample answers. A restart goes on in the same run.
 
-Without a tracking server everything stands in `mlflow.db` and `mlartifacts` below `output`.
+Without a tracking server everything stands in `mlflow.db` and `mlartifacts` below `output`. A server that does not
+answer at the start ends a run that only begins, on the machine of who began it. A run that goes on, or has its pods
+already, trains without it, and the MLflow run is opened when the server is back.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tidemill
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
+from tidemill.kuberay.names import job_name
 from tidemill.protocols import Evaluation
 from tidemill.store.metric_writer import MetricWriter, Point, Spool, Unwritten
 
@@ -32,6 +35,8 @@ VARIANT = re.compile(r"^(?P<sweep>.+)-v\d+$")
 SWEEP, PARENT = "tidemill.sweep", "mlflow.parentRunId"
 OWNED = "tidemill.version"
 """Tag of a run whose settings are logged; a run made by MLFLOW_RUN_ID's owner does not have it yet."""
+ATTEMPT, KFP_RUN, REVISION = "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "TIDEMILL_GIT_REVISION"
+"""Variables: the number of the attempt and the id of the KFP run, which the RayJob sets; the commit of the image."""
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -44,37 +49,66 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 log = logging.getLogger(__name__)
 
 
-class Tracker:
-    """The MLflow run of a training run. Logging returns at once; see `metric_writer` for what happens then.
+@dataclass(slots=True)
+class TrackedRun:
+    """The MLflow run of a training run, which is opened when MLflow first answers.
 
     Attributes:
-        run_id: of the MLflow run; a checkpoint keeps it for the restart.
+        client: of MLflow.
+        config: of the training run.
+        run_id: None while there is none yet.
+        opened: whether it can be written to.
     """
 
-    def __init__(self, client: Any, run_id: str, spool_folder: Path) -> None:
-        self.client, self.run_id = client, run_id
-        self.writer = MetricWriter(self.send, Spool(spool_folder / f"mlflow-spool-{run_id}.jsonl"))
+    client: Any
+    config: RunConfig
+    run_id: str | None
+    opened: bool = False
+
+    def open(self) -> str:
+        """Open or make the run, and describe it; returns its id. May be called again, also after it failed."""
+        if not self.opened:
+            run = open_run(self.client, self.config, self.run_id)
+            self.run_id = str(run.info.run_id)
+            if OWNED not in run.data.tags:
+                describe(self.client, self.run_id, self.config)
+            set_tags(self.client, self.run_id, attempt_tags(self.config))
+            self.opened = True
+        return str(self.run_id)
+
+
+class Tracker:
+    """Writes to the MLflow run of a training. Logging returns at once; see `metric_writer` for what happens then."""
+
+    def __init__(self, run: TrackedRun, spool_folder: Path) -> None:
+        self.run, self.client = run, run.client
+        self.writer = MetricWriter(self.send, Spool(spool_folder / f"mlflow-spool-{run.run_id or 'new'}.jsonl"))
 
     @classmethod
     def start(cls, config: RunConfig, run_id: str | None = None) -> Tracker:
         """Open the run `run_id`, else the one that MLFLOW_RUN_ID names, else a new one.
 
         Raises:
-            ConfigError: MLflow cannot be reached or refuses.
+            ConfigError: MLflow cannot be reached or refuses, and the run only begins, outside of pods.
         """
-        uri = tracking_uri(config)
-        client = make_client(uri)
+        uri, known = tracking_uri(config), run_id or os.environ.get("MLFLOW_RUN_ID")
+        run = TrackedRun(make_client(uri), config, known)
         from mlflow.exceptions import MlflowException
 
         try:
-            run = open_run(client, config, run_id or os.environ.get("MLFLOW_RUN_ID"))
-            if OWNED not in run.data.tags:
-                describe(client, run.info.run_id, config)
+            run.open()
         except MlflowException as error:
-            raise ConfigError("tracking.uri", uri, "an MLflow that answers", f"{error}") from error
-        tracker = cls(client, run.info.run_id, config.folder)
+            if known is None and config.cluster.provider != "kuberay":
+                raise ConfigError("tracking.uri", uri, "an MLflow that answers", f"{error}") from error
+            log.warning("MLflow at %s does not take the run; trying again while it goes on: %s", uri, error)
+        tracker = cls(run, config.folder)
         tracker.log_text(config.to_yaml(), "config.yaml")
         return tracker
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the MLflow run; a checkpoint keeps it for the restart. None while MLflow has not answered yet."""
+        return self.run.run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record values at a step.
@@ -95,11 +129,11 @@ class Tracker:
 
     def log_text(self, text: str, name: str) -> None:
         """Store `text` as the artifact `name`, such as `report.md`."""
-        self.writer.submit(name, lambda: self.client.log_text(self.run_id, text, name))
+        self.writer.submit(name, lambda: self.client.log_text(self.run.open(), text, name))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Store a file, in a folder of the run's artifacts."""
-        self.writer.submit(path.name, lambda: self.client.log_artifact(self.run_id, str(path), folder))
+        self.writer.submit(path.name, lambda: self.client.log_artifact(self.run.open(), str(path), folder))
 
     def log_table(self, name: str, columns: Mapping[str, Sequence[object]]) -> None:
         """Store a table, such as sample answers, as `name` ending in `.json`, which MLflow shows as a table."""
@@ -112,15 +146,16 @@ class Tracker:
 
         `MlflowClient.log_table` does the same through pandas, which takes seconds to import.
         """
-        self.client.log_dict(self.run_id, table, name)
-        known = json.loads(self.client.get_run(self.run_id).data.tags.get(TABLES, "[]"))
+        run_id = self.run.open()
+        self.client.log_dict(run_id, table, name)
+        known = json.loads(self.client.get_run(run_id).data.tags.get(TABLES, "[]"))
         if {"path": name, "type": "table"} not in known:
             listed = [*known, {"path": name, "type": "table"}][-MAX_TABLES:]
-            self.client.set_tag(self.run_id, TABLES, json.dumps(listed))
+            self.client.set_tag(run_id, TABLES, json.dumps(listed))
 
     def finish(self, status: Status, timeout_s: float = FINISH_TIMEOUT_S) -> Unwritten:
         """Write what waits and end the run; says what did not reach MLflow in time."""
-        self.writer.submit("status", lambda: self.client.set_terminated(self.run_id, status))
+        self.writer.submit("status", lambda: self.client.set_terminated(self.run.open(), status))
         unwritten = self.writer.close(timeout_s)
         if unwritten:
             log.warning(
@@ -134,7 +169,7 @@ class Tracker:
         from mlflow.entities import Metric
 
         metrics = [Metric(point.key, point.value, point.milliseconds, point.step) for point in points]
-        self.client.log_batch(self.run_id, metrics=metrics)
+        self.client.log_batch(self.run.open(), metrics=metrics)
 
 
 def history(config: RunConfig, run_id: str, name: str) -> list[tuple[int, float]]:
@@ -280,12 +315,29 @@ def open_experiment(client: Any, config: RunConfig) -> str:
 
 def describe(client: Any, run_id: str, config: RunConfig) -> None:
     """Log the settings as parameters and where the run comes from as tags, once."""
-    from mlflow.entities import Param, RunTag
+    from mlflow.entities import Param
 
     params = [Param(key, value) for key, value in flatten(config.model_dump(mode="json"))]
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
-    tags = {"tidemill.model": config.model, "tidemill.git_revision": git_revision(), OWNED: tidemill.__version__}
+    set_tags(client, run_id, {"tidemill.model": config.model, OWNED: tidemill.__version__})
+
+
+def attempt_tags(config: RunConfig) -> dict[str, str | None]:
+    """What made the present attempt: the code, and on Kubernetes the cluster, its image and the KFP run."""
+    tags = {"tidemill.git_revision": git_revision(), "kfp.run_id": os.environ.get(KFP_RUN)}
+    attempt = os.environ.get(ATTEMPT)
+    if config.cluster.provider == "kuberay" and attempt is not None:
+        tags["tidemill.attempt"] = attempt
+        tags["tidemill.cluster"] = job_name(config.name, int(attempt))
+        tags["tidemill.image"] = config.kubernetes.image
+    return tags
+
+
+def set_tags(client: Any, run_id: str, tags: Mapping[str, str | None]) -> None:
+    """Set those that have a value."""
+    from mlflow.entities import RunTag
+
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items() if value is not None])
 
 
@@ -304,7 +356,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def git_revision() -> str | None:
-    """Commit of the working directory, `-dirty` with changes; None outside a repository or without git."""
+    """Commit that an image was made of, else of the working directory, `-dirty` with changes; None without either."""
+    if revision := os.environ.get(REVISION):
+        return revision
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
