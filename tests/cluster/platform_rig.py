@@ -20,7 +20,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-READY_S = 240
+READY_S = 420
 KEYS = {
     "tidemill-store-admin": ("owner", "secret-of-the-owner"),
     "tidemill-store": ("runs", "secret-of-the-runs"),
