@@ -88,8 +88,8 @@ def test_no_account_may_do_more(platform: Platform, account: str, verb: str, res
 
 
 def test_accounts_may_nothing_in_another_namespace(platform: Platform) -> None:
-    assert not platform.may("tidemill-pipeline", "list", "rayjobs.ray.io", "--namespace=default")
-    assert not platform.may("tidemill-reaper", "delete", "rayjobs.ray.io", "--namespace=default")
+    assert not platform.may("tidemill-pipeline", "list", "rayjobs.ray.io", "default")
+    assert not platform.may("tidemill-reaper", "delete", "rayjobs.ray.io", "default")
 
 
 def test_the_reaper_may_list_and_delete_and_make_nothing(platform: Platform) -> None:
