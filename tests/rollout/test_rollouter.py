@@ -278,10 +278,11 @@ async def test_an_error_nobody_foresaw_in_a_background_task_ends_the_run() -> No
         await asyncio.wait_for(rig.rollouter.run(), 5)
 
 
-async def test_a_dead_engine_does_not_attract_the_groups_of_the_living() -> None:
-    dead, alive = FakeEngine(), FakeEngine(token_delay_s=0.002)
-    await dead.shutdown()
-    rig = Rig(run_config(trainer={"steps": 3}, rollout={"concurrent_samples_per_replica": 16}), engines=[dead, alive])
+async def test_a_failing_engine_does_not_attract_the_groups_of_the_others() -> None:
+    alive = FakeEngine(token_delay_s=0.002)
+    failing = FakeEngine(faults={uid: Fault("error") for uid in range(99)})
+    config = run_config(trainer={"steps": 3}, rollout={"concurrent_samples_per_replica": 16})
+    rig = Rig(config, engines=[failing, alive])
     run = asyncio.create_task(rig.rollouter.run())
     await settle(lambda: rig.queue.arrived == 8)
     assert not rig.ledger.quarantined
@@ -290,9 +291,8 @@ async def test_a_dead_engine_does_not_attract_the_groups_of_the_living() -> None
 
 
 async def test_engines_that_all_fail_end_the_run() -> None:
-    rig = Rig()
-    await rig.engines[0].shutdown()
-    with pytest.raises(EngineError, match=r"prompts in a row failed.*shut down"):
+    rig = Rig(faults={uid: Fault("error") for uid in range(99)})
+    with pytest.raises(EngineError, match=r"prompts in a row failed.*told to fail"):
         await asyncio.wait_for(rig.rollouter.run(), 5)
 
 

@@ -283,7 +283,7 @@ async def test_an_engine_that_joins_late_adopts_the_newest_version(rig: Rig) -> 
     for version in range(3):
         await publisher.publish(version, "keep")
     late = Receiving(rig.receiver("late"))
-    await publisher.late_join(late)
+    await publisher.late_join("late", late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
 
 
@@ -293,7 +293,7 @@ async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.L
         await publisher.publish(version, "keep")
     rig.store.delete_prefix(place_of(rig, 2).key)
     late = Receiving(rig.receiver("late"))
-    await publisher.late_join(late)
+    await publisher.late_join("late", late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
     assert "publishing version 2 as a snapshot" in caplog.text
     await publisher.publish(3, "keep")
