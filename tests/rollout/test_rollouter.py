@@ -320,6 +320,17 @@ async def test_a_full_queue_holds_up_groups_and_loses_none() -> None:
     assert rig.uids == list(range(20))
 
 
+async def test_a_prompt_that_always_outlasts_the_bound_is_set_aside_and_the_others_are_trained() -> None:
+    config = run_config(trainer={"steps": 12}, rollout={"max_attempts": 3})
+    rig = Rig(config, rows=64, faults={2: Fault("hang")})
+    assert await rig.run() == 12
+    assert dict(rig.ledger.quarantined) == {2: "never_fits"}
+    assert rig.uids == [uid for uid in range(12 * 4 + 1) if uid != 2]
+    assert (await rig.rollouter.stats())["skipped/never_fits"] == 1
+    assert rig.ledger.counts()["dropped/stale"] >= 2
+    assert sum(name.startswith("2.") for name, _ in rig.engines[0].requests) == 3
+
+
 async def test_what_the_queue_drops_for_room_is_issued_again() -> None:
     config = run_config(queue={"capacity": 4, "when_full": "drop_oldest"}, asynchrony={"max_staleness": 2})
     rig = Rig(config)

@@ -236,6 +236,22 @@ class Rollouter(Generic[Ref]):
         if flight.task is not None:
             flight.task.cancel()
 
+    def _outlasted(self, flight: Flight) -> None:
+        """A group became too old while it was generated; one that always does must not take a slot for ever."""
+        del self._flights[flight.uid]
+        limit = self.config.rollout.max_attempts
+        if self.ledger.outlasted(flight.uid, limit):
+            self._tally.count("skipped/never_fits")
+            LOG.warning(
+                "prompt occurrence %d skipped: %d times in a row its generation outlasted asynchrony.max_staleness = "
+                "%d versions; raise it, or asynchrony.trigger_parameter_sync_step",
+                *(flight.uid, limit, self.config.asynchrony.max_staleness),
+            )
+        else:
+            self._tally.count("dropped/stale")
+        if flight.task is not None:
+            flight.task.cancel()
+
     def _resize(self) -> None:
         self._admission.resize(len(self._engines))
         self._wake.set()
@@ -282,7 +298,7 @@ class Rollouter(Generic[Ref]):
         self._engines.forgive()
         for flight in list(self._flights.values()):
             if flight.stage == "generating" and self._admission.too_old(flight.version):
-                self._abandon(flight, "stale")
+                self._outlasted(flight)
         self._wake.set()
 
     async def mark_trained(self, uids: Sequence[int]) -> None:

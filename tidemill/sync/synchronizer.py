@@ -74,7 +74,7 @@ class Synchronizer:
             SyncError: no room, an engine that refused the weights, or a gap above the bound.
             EngineError: an engine failed otherwise than by dying.
             RunError: the trainer died, or did not answer before the deadline.
-            StoreError: an engine could not reach the object store.
+            StoreError: the trainer or an engine could not reach the object store.
         """
         async with self._turn:
             return await self._publish(version, mode)
