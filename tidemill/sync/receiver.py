@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from tidemill.errors import ChainError, EngineError, StoreError, SyncError
+from tidemill.errors import ChainError, EngineError, StoreError
 from tidemill.protocols import WeightUpdate
 from tidemill.store.object_store import ObjectStore, parse_uri
 from tidemill.sync.delta import Bytes, apply, checksum
