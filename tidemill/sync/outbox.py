@@ -35,6 +35,7 @@ class Outbox(Protocol):
 
         Raises:
             SyncError: no room, or the export is not whole.
+            StoreError: the object store failed.
         """
         ...
 
@@ -118,19 +119,19 @@ class StoreOutbox:
         """See `Outbox`.
 
         Raises:
-            SyncError: the store failed.
+            StoreError: the store failed; the version before is intact.
         """
         try:
             return await self.publish(version)
         except StoreError as error:
-            raise SyncError(f"version {version} could not be published through the object store: {error}") from error
+            raise StoreError(f"version {version} could not be published through the object store: {error}") from error
 
     async def snapshot(self) -> Publication:
         """See `Outbox`; raises as `write`."""
         try:
             return await self.republish()
         except StoreError as error:
-            raise SyncError(f"the newest version could not be published as a snapshot: {error}") from error
+            raise StoreError(f"the newest version could not be published as a snapshot: {error}") from error
 
     def retire(self, update: WeightUpdate) -> None:
         """Nothing: later deltas may need it, so the publisher decides."""
