@@ -19,7 +19,7 @@ from typing import Any
 
 from tidemill.actors.engine import RemoteEngine, start_engine
 from tidemill.actors.queue import RemoteQueue, start_queue
-from tidemill.actors.ranks import RemoteRanks, fetch_groups, start_ranks
+from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
@@ -181,7 +181,6 @@ class Run:
             parts.ranks,
             parts.publisher,
             observer,
-            fetch=fetch_groups,
             commit=commit,
             position=restart.position if restart else Position(),
         )

@@ -19,8 +19,7 @@ from tidemill.actors.call import IO, call
 from tidemill.cluster.local import cluster_resources, weights_folder
 from tidemill.config import RunConfig
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery
-from tidemill.records import Float32Array, Group, Int32Array
+from tidemill.records import Float32Array, Int32Array
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import open_store
 from tidemill.sync.manifest import weights_prefix
@@ -225,9 +224,3 @@ def free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-async def fetch_groups(deliveries: Sequence[Delivery[Any]]) -> list[Group]:
-    """Bring the payloads of a lease here and decode them."""
-    blobs = await asyncio.gather(*(call("the object store", delivery.payload) for delivery in deliveries))
-    return [Group.from_bytes(blob) for blob in blobs]

@@ -35,7 +35,7 @@ class RolloutActor:
 
     prompts: PromptSet
     rewards: RewardPool
-    rollouter: Rollouter[Any]
+    rollouter: Rollouter
 
     def __init__(
         self,
@@ -67,7 +67,6 @@ class RolloutActor:
             engines=self.engines,
             queue=self.queue,
             rewards=self.rewards,
-            store_payload=ray.put,
             decode=partial(decode, tokenizer),
             ledger=Ledger(total) if self.restored is None else Ledger.restore(self.restored, total),
             version=self.version,

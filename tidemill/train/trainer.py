@@ -18,7 +18,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.metrics import group_metrics
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery, Evaluation, Generation, Lease, Queue
+from tidemill.protocols import Evaluation, Generation, Lease, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
@@ -89,7 +89,6 @@ class Trainer:
     """Consumes groups, learns from them and publishes new versions.
 
     Attributes:
-        fetch: brings the payload of a delivery here (from Ray's object store, or the identity for fakes).
         commit: writes a checkpoint for the present position; None trains without checkpoints.
     """
 
@@ -99,7 +98,6 @@ class Trainer:
     ranks: Ranks
     publisher: Publisher
     observer: Observer
-    fetch: Callable[[Sequence[Delivery[Any]]], Awaitable[list[Group]]]
     commit: Callable[[Position], Awaitable[None]] | None = None
     position: Position = field(default_factory=Position)
 
@@ -134,7 +132,7 @@ class Trainer:
             lease = await self.get_groups()
         if not lease.deliveries:
             return None
-        groups = await self.fetch(lease.deliveries)
+        groups = [Group.from_bytes(delivery.payload) for delivery in lease.deliveries]
         self.check_age(groups)
         with timings.phase("advantages"):
             advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
