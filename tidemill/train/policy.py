@@ -22,12 +22,13 @@ from tidemill.errors import RunError
 from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.sections import AlgorithmConfig, TrainerConfig
+from tidemill.sync.mapped_weights import MappedWeights
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch
 from tidemill.train.correction import behaviour_weights, log_linear
 from tidemill.train.logprobs import attention_mask, token_log_probs
 from tidemill.train.losses import kl_penalty, ppo_clip
-from tidemill.train.model import frozen_copy, load_model, write_folder, write_weights
+from tidemill.train.model import frozen_copy, load_model, write_folder
 from tidemill.train.precision import compute_dtype
 from tidemill.train.tally import Tally
 from tidemill.train.version_start import VersionStart
@@ -73,6 +74,7 @@ class PolicyRank:
         self.dtype = compute_dtype(trainer.precision, self.device)
         self.model = load_model(self.model_path, trainer.gradient_checkpointing).to(self.device)
         self.parameters = dict(self.model.named_parameters())
+        self.exports = MappedWeights()
         self.start = VersionStart(self.parameters, steps_per_version, kept=algorithm.keeps_version_start)
         self.reference = frozen_copy(self.model) if algorithm.kl_coef > 0 else None
         self.optimizer = torch.optim.AdamW(
@@ -248,8 +250,8 @@ class PolicyRank:
         return scores
 
     def export(self, path: str | Path, dtype: torch.dtype) -> int:
-        """Write all parameters as one safetensors file of `dtype`, whole or not at all; returns its bytes."""
-        return write_weights(Path(path), self.parameters, dtype)
+        """Write all parameters as one safetensors file of `dtype`; see `MappedWeights.write`."""
+        return self.exports.write(Path(path), self.parameters, dtype)
 
     def save_model(self, folder: str | Path) -> None:
         """Write a bfloat16 Hugging Face folder that transformers and vLLM load as it is."""
