@@ -103,7 +103,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delivery(Generic[Ref]):
-    """A group in the queue: its header, and a reference to the payload (`Group.to_bytes`)."""
+    """A group in the queue: its header and its payload (`Group.to_bytes`), or where that is."""
 
     header: GroupHeader
     payload: Ref

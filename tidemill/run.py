@@ -21,7 +21,7 @@ from typing import Any
 from tidemill.actors.engine import start_engine
 from tidemill.actors.placement import apart, check_gpus, pods_ready, service_place
 from tidemill.actors.queue import RemoteQueue, start_queue
-from tidemill.actors.ranks import RemoteRanks, fetch_groups, start_ranks
+from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
@@ -204,7 +204,6 @@ class Run:
             parts.ranks,
             parts.fleet,
             observer,
-            fetch=fetch_groups,
             commit=commit,
             position=restart.position if restart else Position(),
             stop=self.stop,

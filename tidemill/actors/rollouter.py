@@ -38,7 +38,7 @@ class RolloutActor:
 
     prompts: PromptSet
     rewards: RewardPool
-    rollouter: Rollouter[Any]
+    rollouter: Rollouter
 
     def __init__(
         self,
@@ -72,7 +72,6 @@ class RolloutActor:
             engines=self.engines,
             queue=self.queue,
             rewards=self.rewards,
-            store_payload=ray.put,
             decode=partial(decode, tokenizer),
             ledger=Ledger(total) if self.restored is None else Ledger.restore(self.restored, total),
             version=self.version,
