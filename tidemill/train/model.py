@@ -86,7 +86,8 @@ def frozen_copy(model: Any) -> Any:
 def write_folder(folder: Path | None, source: Path, parameters: Mapping[str, Tensor]) -> None:
     """Write a Hugging Face folder: bfloat16 weights, and all else as in the folder the model came from.
 
-    A head that is tied to the embedding is the same parameter and stands under the embedding's name only. Without a folder, see `write_tensors`.
+    A head that is tied to the embedding is the same parameter and stands under the embedding's name only. Without a
+    folder, see `write_tensors`.
     """
     if folder is not None:
         copy_companions(folder, source)
