@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from platform_rig import KEYS, ROOT, Platform, images_of_nodes, needed, new_plat
 from tidemill.store.object_store import ObjectStore
 
 NAME = "addition-full"
+RUN = f"{NAME}-1"  # what `tidemill run` calls the first run of the name
 IMAGE = os.environ.get("TIDEMILL_FULL_IMAGE", "localhost/tidemill-cpu:0.1.0")
 EXAMPLE = ROOT / "examples" / "addition.yaml"
 PROMPTS = {"train": "addition_train.jsonl", "held_out": "addition_held_out.jsonl"}
@@ -94,7 +96,7 @@ class Faults:
         if not self.due or step < self.due[0][0]:
             return
         _, what, label = self.due.pop(0)
-        chosen = f"{label},tidemill.dev/run={NAME}"
+        chosen = f"{label},tidemill.dev/run={RUN}"
         self.platform.kubectl("delete", "pod", "-l", chosen, "--force", "--grace-period=0", "--wait=false")
         self.say(f"-- kubectl delete pod -l {label} --force: the {what} is gone")
 
@@ -132,18 +134,18 @@ def bring_prompts(store: ObjectStore) -> None:
 
 def check(platform: Platform, store: ObjectStore, tracking: str, folder: Path, say: Say) -> None:
     """See that the run did what it should, and that nothing of it is left."""
-    summary = json.loads((folder / "runs" / NAME / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((folder / "runs" / RUN / "summary.json").read_text(encoding="utf-8"))
     name, _, version = summary["model_version"].partition("/")
     assert MlflowClient(tracking).get_model_version_by_alias(name, "candidate").version == version
     say(f"held-out score {summary['held_out_before']:.3f} -> {summary['held_out_after']:.3f}")
     say(f"model version {name}/{version}, alias candidate")
-    attempts = {item.key.split("/")[3] for item in store.list(f"runs/{NAME}/attempts/")}
+    attempts = {item.key.split("/")[3] for item in store.list(f"runs/{RUN}/attempts/")}
     assert len(attempts) >= 2, attempts
     say(f"attempts: {', '.join(sorted(attempts))}")
     for kind in ("rayjobs", "rayclusters", "pods", "jobs", "services"):
         left = platform.kubectl("get", kind, "-l", OURS, "-o", "name").stdout.split()
         assert left == [], left
-    assert not store.exists(f"runs/{NAME}/lease")
+    assert not store.exists(f"runs/{RUN}/lease")
     say("left in the cluster: no RayJob, no RayCluster, no pod, no lease")
 
 
@@ -152,6 +154,7 @@ def main() -> None:
     missing = {IMAGE, *needed("test")} - images_of_nodes()
     if missing:
         sys.exit(f"the nodes lack {', '.join(sorted(missing))}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the namespace goes in any case
     started = time.monotonic()
 
     def say(text: str) -> None:

@@ -115,12 +115,22 @@ class Platform:
 
     def remove(self) -> None:
         """Delete the namespace and what stands outside of it."""
-        self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
+        for name in ("minio", "mlflow"):
+            self.kubectl("exec", f"deployment/{name}", "--", "sh", "-c", "rm -rf /data/* /data/.[!.]*", check=False)
+        self.kubectl("delete", "namespace", self.namespace, check=False)
         for kind in ("clusterrolebinding", "clusterrole", "priorityclass"):
             names = self.kubectl("get", kind, "-o", "name").stdout.split()
             ours = [name for name in names if name.endswith(self.suffix)]
             if ours:
                 self.kubectl("delete", *ours, check=False)
+        self.free_volumes()
+
+    def free_volumes(self) -> None:
+        """Give volumes that nobody provisions to the next who claims one; others have been deleted with their claim."""
+        for volume in json.loads(self.kubectl("get", "pv", "-o", "json").stdout)["items"]:
+            claim = volume["spec"].get("claimRef") or {}
+            if claim.get("namespace") == self.namespace:
+                self.kubectl("patch", "pv", volume["metadata"]["name"], "-p", '{"spec":{"claimRef":null}}', check=False)
 
 
 def render(overlay: str, namespace: str) -> list[dict[str, Any]]:
