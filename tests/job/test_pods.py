@@ -36,7 +36,7 @@ from tidemill.store.server import embedded_store
 from tidemill.store.tracking import make_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-STEPS, TIMEOUT_S = 4, 300
+STEPS, TIMEOUT_S = 4, 500
 TRAINERS = {"tidemill_trainer": 1, "tidemill_service": 1000}
 NODES = {"trainer-0": TRAINERS, "trainer-1": TRAINERS, "rollout": {"tidemill_rollout": 1}}
 
@@ -68,8 +68,17 @@ def process(command: list[str], environment: dict[str, str], log: Path) -> Itera
             started.wait(20)
 
 
+AGENT_PORTS = (
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "metrics-export-port",
+    "runtime-env-agent-port",
+)
+
+
 def ray_start(*options: str) -> list[str]:
-    ports = ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
+    """With ports of our own: a node that waits until its agents say theirs gives up on a busy machine."""
+    ports = ["--min-worker-port=0", "--max-worker-port=0", *(f"--{name}={free_port()}" for name in AGENT_PORTS)]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
     return [*ray, "--disable-usage-stats", *ports, *options]
 
@@ -147,7 +156,7 @@ def settings(folder: Path, store: ObjectStore, mlflow: str) -> dict[str, Any]:
         "store": {"endpoint": store.endpoint},
         "tracking": {"uri": mlflow},
         "cluster": {"provider": "kuberay"},
-        "kubernetes": {"gpu_resource": None, "start_timeout_s": 120},
+        "kubernetes": {"gpu_resource": None, "start_timeout_s": 200},
     }
 
 
