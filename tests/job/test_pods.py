@@ -112,13 +112,21 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     with ExitStack() as stack:
         head = ray_start("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
         stack.enter_context(process(head, environment, folder / "head.log"))
-        wait_for_port(port)
+        wait_for_node(folder / "head.log")
         nodes = {}
         for name, resources in NODES.items():
             join = ray_start(f"--address=127.0.0.1:{port}", "--num-cpus=1", f"--resources={json.dumps(resources)}")
             command = ["unshare", "--mount", "sh", "-c", mount, "sh", *join]
             nodes[name] = stack.enter_context(process(command, environment, folder / f"{name}.log"))
+            wait_for_node(folder / f"{name}.log")  # one after the other: Ray gives each 30 s
         yield Cluster(environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}, scratch, nodes)
+
+
+def wait_for_node(log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while "Ray runtime started" not in (text := log.read_text()):
+        assert time.monotonic() < deadline and "Exception" not in text, text
+        time.sleep(0.2)
 
 
 def wait_for_port(port: int) -> None:
