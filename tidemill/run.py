@@ -221,8 +221,10 @@ class Run:
             first = group.exceptions[0]
             raise first from first.__cause__  # where a remote traceback stands
 
-    async def finish(self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None) -> str:
-        """Commit the last version and export the model; returns the model's URI."""
+    async def finish(
+        self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None
+    ) -> str | None:
+        """Commit the last version and, unless there is a hurry, export the model; returns the model's URI."""
         observer.phase("commit the checkpoint and export the model")
         assert trainer.commit is not None
         await trainer.commit(trainer.position)
@@ -241,7 +243,7 @@ class Run:
         trainer: Trainer,
         observer: RunObserver,
         before: Evaluation | None,
-        model_uri: str,
+        model_uri: str | None,
         memory: MemoryMeter,
         total_seconds: float,
     ) -> Summary:

@@ -133,7 +133,7 @@ class Trainer:
         if self.position.step < self.config.trainer.steps:
             what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"
             self.observer.notice(f"{what} after step {self.position.step}")
-        if self.position.unsynced:
+        if self.position.unsynced and not self.stop.hurry:
             await self.sync_weights()
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
@@ -164,9 +164,13 @@ class Trainer:
 
     @property
     def sync_is_due(self) -> bool:
-        """Every `trigger_parameter_sync_step` steps, and after the last one, so that no update is lost."""
+        """Every `trigger_parameter_sync_step` steps, and after the last one, so that no update is lost; not in a hurry.
+
+        After a hurry more steps may be unsynced than that.
+        """
         last = self.position.step == self.config.trainer.steps
-        return last or self.position.unsynced == self.config.asynchrony.trigger_parameter_sync_step
+        due = last or self.position.unsynced >= self.config.asynchrony.trigger_parameter_sync_step
+        return due and not self.stop.hurry
 
     @property
     def ranks_count(self) -> int:
