@@ -18,7 +18,6 @@ def renew(
     image: str,
     gpu_hours: float,
     prompts: str,
-    champion: str,
     links: dsl.Output[dsl.Markdown],
 ) -> NamedTuple("Renewal", [("settings", str), ("decision", str)]):  # type: ignore[valid-type]  # KFP reads it
     """Find the champion and the prompts that came since, and check the run that they make.
@@ -34,7 +33,6 @@ def renew(
         image: kubernetes.image, "" as the settings say.
         gpu_hours: kubernetes.gpu_hours, 0 as the settings say.
         prompts: s3://BUCKET/PREFIX/ of .jsonl files, or any source of prompts.
-        champion: alias of the version to go on from.
         links: gets the places to look at while the run goes on.
 
     Returns:
@@ -44,4 +42,4 @@ def renew(
     from tidemill.request import Request
 
     asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
-    return begin_renewal(asked, prompts, champion, links.path)
+    return begin_renewal(asked, prompts, links.path)

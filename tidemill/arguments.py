@@ -169,16 +169,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
 
-    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
-    compile_.add_argument(
-        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
-    )
-    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
-    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
-    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
-    settings(compile_)
+    pipeline_commands(commands)
 
-    add_submission(commands)
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
     convert.add_argument("script", help="shell script with one verl command")
     convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
@@ -194,6 +186,35 @@ def build_parser() -> argparse.ArgumentParser:
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
     return parser
+
+
+def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands for the pipeline on KFP."""
+    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
+    compile_.add_argument(
+        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
+    )
+    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
+    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
+    settings(compile_)
+
+    submit = add(commands, "submit", "start a run on KFP", SUBMIT)
+    submit.add_argument("file", help="the run, as YAML")
+    settings(submit)
+    submit.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
+    submit.add_argument("--dry-run", action="store_true", help="send nothing: show parameters and manifests")
+    submit.add_argument("--wait", action="store_true", help="wait for the end of the run; fail if it fails")
+    pipeline_options(submit)
+
+    schedule = add(commands, "schedule", "start a run on KFP again and again", SCHEDULE)
+    schedule.add_argument("file", nargs="?", help="the run, as YAML")
+    settings(schedule)
+    schedule.add_argument("--cron", help="when, as cron")
+    schedule.add_argument("--name", help="of the schedule (default: that of the run)")
+    schedule.add_argument("--list", action="store_true", help="only list the schedules there are")
+    schedule.add_argument("--delete", metavar="NAME", help="only delete this schedule")
+    pipeline_options(schedule)
 
 
 def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -215,26 +236,6 @@ def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser
     reap.add_argument("--endpoint", help="KFP to ask whether runs are over (default: none is asked)")
     for command in (status, logs, stop, reap):
         command.add_argument("--namespace", help="of the runs (default: that of this pod, else tidemill)")
-
-
-def add_submission(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The commands that hand a run over to KFP."""
-    submit = add(commands, "submit", "start a run on KFP", SUBMIT)
-    submit.add_argument("file", help="the run, as YAML")
-    settings(submit)
-    submit.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
-    submit.add_argument("--dry-run", action="store_true", help="send nothing: show parameters and manifests")
-    submit.add_argument("--wait", action="store_true", help="wait for the end of the run; fail if it fails")
-    pipeline_options(submit)
-
-    schedule = add(commands, "schedule", "start a run on KFP again and again", SCHEDULE)
-    schedule.add_argument("file", nargs="?", help="the run, as YAML")
-    settings(schedule)
-    schedule.add_argument("--cron", help="when, as cron")
-    schedule.add_argument("--name", help="of the schedule (default: that of the run)")
-    schedule.add_argument("--list", action="store_true", help="only list the schedules there are")
-    schedule.add_argument("--delete", metavar="NAME", help="only delete this schedule")
-    pipeline_options(schedule)
 
 
 def pipeline_options(command: argparse.ArgumentParser) -> None:

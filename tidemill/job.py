@@ -51,8 +51,6 @@ from tidemill.store.server import open_store
 from tidemill.train.stop import Stop
 
 CONFIG, ATTEMPT, SCRATCH = "TIDEMILL_CONFIG", "TIDEMILL_ATTEMPT", "TIDEMILL_SCRATCH"
-PID_FILE = "job.pid"
-"""Below TIDEMILL_SCRATCH, for the pod's hook that sends SIGTERM before the pod ends: Ray would not pass it on."""
 RANKS_PER_POD = 8
 POLL_S = 5.0
 FAILED, MISUSED = 1, 2
@@ -94,7 +92,6 @@ class Job:
         """
         folder, claim = self.config.folder, Claim(self.attempt.number, secrets.token_hex(8))
         folder.mkdir(parents=True, exist_ok=True)
-        (self.config.output / PID_FILE).write_text(str(os.getpid()), encoding="utf-8")
         with (
             open_store(self.config.store, self.config.output) as store,
             leased(store, self.config.name, claim),

@@ -61,7 +61,8 @@ class Engine(Protocol):
         """Sample `sampling.n` completions, in order. An aborted request returns what it has, reason "abort".
 
         Raises:
-            EngineError: the engine is dead, or refuses the request (a prompt longer than its context).
+            EngineLostError: the engine is dead.
+            EngineError: it refuses the request (a prompt longer than its context).
         """
         ...
 
@@ -74,6 +75,8 @@ class Engine(Protocol):
 
         Raises:
             SyncError: the weights did not arrive whole.
+            EngineLostError: the engine is dead.
+            EngineError: it did not answer in time.
         """
         ...
 
@@ -82,7 +85,11 @@ class Engine(Protocol):
         ...
 
     async def version(self) -> int:
-        """The version that new tokens are sampled from."""
+        """The version that new tokens are sampled from.
+
+        Raises:
+            EngineLostError: the engine is dead.
+        """
         ...
 
     async def stats(self) -> Mapping[str, float]:
@@ -96,7 +103,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delivery(Generic[Ref]):
-    """A group in the queue: its header, and a reference to the payload (`Group.to_bytes`)."""
+    """A group in the queue: its header and its payload (`Group.to_bytes`), or where that is."""
 
     header: GroupHeader
     payload: Ref

@@ -86,6 +86,16 @@ class Platform:
             process.wait(10)
             process.stdout.close()
 
+    def kubeconfig(self, account: str, folder: Path) -> Path:
+        """A kubeconfig of a service account, good for two hours."""
+        tree = yaml.safe_load(self.kubectl("config", "view", "--raw", "--minify", "--flatten").stdout)
+        token = self.kubectl("create", "token", account, "--duration=2h").stdout.strip()
+        tree["users"][0]["user"] = {"token": token}
+        path = folder / f"{account}.kubeconfig"
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        path.chmod(0o600)
+        return path
+
     def remove(self) -> None:
         """Delete the namespace and what stands outside of it."""
         self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)

@@ -14,7 +14,7 @@ from platform_rig import KEYS, Platform, eventually, images_of_nodes, needed, ne
 
 from tidemill.store.object_store import ObjectStore
 
-IMAGE = "localhost/tidemill-pipelines:0.1.0-python"
+IMAGE = "localhost/tidemill-python:0.1.0"
 PIPELINE = [
     ("create", "rayjobs.ray.io"),
     ("delete", "rayjobs.ray.io"),
@@ -48,7 +48,7 @@ def platform() -> Iterator[Platform]:
     """The test overlay, applied and ready."""
     missing = needed("test") - images_of_nodes()
     if missing:
-        pytest.skip(f"the nodes lack {', '.join(sorted(missing))}: tests/cluster/full.py images")
+        pytest.skip(f"the nodes lack {', '.join(sorted(missing))}: make images minio-image")
     made = new_platform()
     try:
         made.apply("test")

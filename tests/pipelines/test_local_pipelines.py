@@ -13,7 +13,7 @@ from pipeline_rig import Rig
 from tidemill.config import RunConfig
 from tidemill.observe.report import Summary
 from tidemill.run_file import load_config
-from tidemill.store.registry import aliased_version, last_prompts, model_version
+from tidemill.store.registry import champion_version, last_prompts, model_version
 from tidemill.store.tracking import make_client, tracking_uri
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -95,7 +95,7 @@ def test_failed_variant_fails_the_sweep_and_teardown_runs_after_it(rig: Rig) -> 
     assert done.returncode != 0
     assert "the reward is broken" in done.stdout
     assert not rig.store_is_up
-    assert aliased_version(settings(rig), "candidate") is None
+    assert champion_version(settings(rig)) is None
 
 
 def test_bad_variant_is_refused_before_any_is_trained(rig: Rig) -> None:
@@ -123,7 +123,7 @@ def test_continual_training_begins_with_the_model_of_the_settings_then_goes_on_f
     first = rig.run("continual", run_name="c1", prompts="prompts")
     assert first.returncode == 0, first.stdout
     config = settings(rig)
-    assert (aliased_version(config, "champion"), last_prompts(config)) == ("1", "2026-11-01.jsonl")
+    assert (champion_version(config), last_prompts(config)) == ("1", "2026-11-01.jsonl")
     fill("2026-11-02")
     fill("2026-11-03")
     second = rig.run("continual", run_name="c2", prompts="prompts", overrides="trainer.learning_rate=0.0006")
@@ -132,7 +132,7 @@ def test_continual_training_begins_with_the_model_of_the_settings_then_goes_on_f
     assert "model: models:/tiny/1\n" in renewed
     [source] = re.findall(r"train: (.+/inputs/.+)", renewed)
     assert Path(source).read_text().count("\n") == 2 and source.endswith("2026-11-03.jsonl")
-    assert (aliased_version(config, "champion"), last_prompts(config)) == ("2", "2026-11-03.jsonl")
+    assert (champion_version(config), last_prompts(config)) == ("2", "2026-11-03.jsonl")
 
 
 def test_continual_training_without_new_prompts_or_progress_leaves_the_champion(
@@ -147,5 +147,5 @@ def test_continual_training_without_new_prompts_or_progress_leaves_the_champion(
     fill("2026-11-02")
     worse = rig.run("continual", run_name="c3", prompts="prompts", overrides="trainer.learning_rate=0.0001")
     assert worse.returncode == 0, worse.stdout
-    assert (aliased_version(settings(rig), "champion"), rig.output("promote", "Output")) == ("1", "")
+    assert champion_version(settings(rig)) == "1"
     assert last_prompts(settings(rig)) == "2026-11-02.jsonl"

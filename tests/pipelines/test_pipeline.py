@@ -26,11 +26,11 @@ IMAGE_PARAMETER = "{{$.inputs.parameters['pipelinechannel--steps_image']}}"
 STEPS = {
     "post_training": {"validate", "provision", "train", "evaluate", "register", "teardown"},
     "sweep": {"spread", "provision", "train", "evaluate", "conclude", "choose", "teardown"},
-    "continual": {"renew", "provision", "train", "evaluate", "register", "promote", "teardown"},
+    "continual": {"renew", "provision", "train", "evaluate", "register", "remember", "teardown"},
 }
 FIRST = {"post_training": "validate", "sweep": "spread", "continual": "renew"}
 FORM = {"config", "overrides", "run_name", "gpu_type", "engines", "ranks", "image", "gpu_hours", "store_secret"}
-MORE = {"post_training": set(), "sweep": {"variants"}, "continual": {"prompts", "champion"}}
+MORE = {"post_training": set(), "sweep": {"variants"}, "continual": {"prompts"}}
 LIMIT_BYTES = 256 * 1024  # a workflow is about three times as large, and etcd takes 1.5 MiB
 EACH = pytest.mark.parametrize("name", PIPELINES)
 DAY = 24 * 3600
@@ -147,7 +147,7 @@ def test_form_has_fields_that_may_stay_as_they_are(name: str) -> None:
     known = documents(name)[0]["root"]["inputDefinitions"]["parameters"]
     assert set(known) == FORM | MORE[name] | {"steps_image"}
     required = {key for key, spec in known.items() if "defaultValue" not in spec}
-    assert required == {"config"} | (MORE[name] - {"champion"})
+    assert required == {"config"} | MORE[name]
     assert {spec["parameterType"] for spec in known.values()} == {"STRING", "NUMBER_INTEGER", "NUMBER_DOUBLE"}
     assert all(spec["description"] for spec in known.values())
 

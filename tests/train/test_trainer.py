@@ -15,7 +15,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery, Evaluation, Loads, PauseMode, WeightUpdate
+from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
@@ -69,10 +69,6 @@ class Notes:
         self.notices.append(text)
 
 
-async def fetch(deliveries: Sequence[Delivery[bytes]]) -> list[Group]:
-    return [Group.from_bytes(delivery.payload) for delivery in deliveries]
-
-
 def make_trainer(rig: Rig, position: Position | None = None) -> Trainer:
     return Trainer(
         rig.config,
@@ -81,7 +77,6 @@ def make_trainer(rig: Rig, position: Position | None = None) -> Trainer:
         CountingRanks(),
         Engines(rig),
         Notes(),
-        fetch,
         position=position or Position(),
     )
 
@@ -140,7 +135,7 @@ async def one_group(config: RunConfig) -> Group:
     lease = await rig.queue.lease(1, 0, 10)
     await rig.rollouter.stop()
     await run
-    return (await fetch(lease.deliveries))[0]
+    return Group.from_bytes(lease.deliveries[0].payload)
 
 
 async def test_the_data_may_end_before_the_steps_do_and_the_rest_is_trained() -> None:

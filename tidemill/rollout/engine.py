@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from tidemill.errors import EngineError, SyncError, TidemillError
+from tidemill.errors import EngineError, EngineLostError, SyncError, TidemillError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.rollout.engine_processes import cause_of_death, children, end_processes, resident_bytes
@@ -163,13 +163,13 @@ class VllmEngine:
         for task in self._tasks:
             task.cancel()
 
-    def _end(self, what: str) -> EngineError | None:
+    def _end(self, what: str) -> EngineLostError | None:
         """Why nothing can be asked of the engine any more, or None while it lives."""
         if self._llm is None:
-            return EngineError(f"{what}: the engine is not running")
+            return EngineLostError(f"{what}: the engine is not running")
         if self._llm.errored:
             ended = self._llm.engine_core.resources.engine_manager.finished_procs()
-            return EngineError(f"{what}: the engine for {self._model_path} died: {cause_of_death(ended)}")
+            return EngineLostError(f"{what}: the engine for {self._model_path} died: {cause_of_death(ended)}")
         return None
 
     async def _fly(self, flight: Flight) -> None:
@@ -297,6 +297,7 @@ class VllmEngine:
 
     async def version(self) -> int:
         """See `protocols.Engine.version`."""
+        self._running("version")
         return self._version
 
     async def stats(self) -> Mapping[str, float]:

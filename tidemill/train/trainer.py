@@ -18,7 +18,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.metrics import group_metrics
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery, Evaluation, Generation, Lease, Loads, Queue
+from tidemill.protocols import Evaluation, Generation, Lease, Loads, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
@@ -94,7 +94,6 @@ class Trainer:
     """Consumes groups, learns from them and publishes new versions.
 
     Attributes:
-        fetch: brings the payload of a delivery here (from Ray's object store, or the identity for fakes).
         commit: writes a checkpoint for the present position; None trains without checkpoints.
         stop: ends the training early.
     """
@@ -105,7 +104,6 @@ class Trainer:
     ranks: Ranks
     publisher: Publisher
     observer: Observer
-    fetch: Callable[[Sequence[Delivery[Any]]], Awaitable[list[Group]]]
     commit: Callable[[Position], Awaitable[None]] | None = None
     position: Position = field(default_factory=Position)
     stop: Stop = field(default_factory=Stop)
@@ -144,7 +142,7 @@ class Trainer:
             lease = await self.unless_stopped(self.get_groups())
         if lease is None or not lease.deliveries:
             return None
-        groups = await self.fetch(lease.deliveries)
+        groups = [Group.from_bytes(delivery.payload) for delivery in lease.deliveries]
         self.check_age(groups)
         with timings.phase("advantages"):
             advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
