@@ -1,20 +1,16 @@
-"""Continual training: which prompts are new, and who becomes the champion."""
+"""Continual training: which prompts are new."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, DataError
-from tidemill.observe.report import Summary
-from tidemill.renewal import begin_renewal, name_of, new_prompts, refusal
+from tidemill.renewal import begin_renewal, name_of, new_prompts
 from tidemill.request import Request
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
-
-SUMMARY = Summary(3, 0.5, 0.75, 1.0, 1.0, 1.0, None, None, None, None, None, "s3://a/b", "addition/4", "run")
 
 
 @pytest.fixture
@@ -67,29 +63,7 @@ def test_any_other_source_is_always_new_and_remembered_as_it_is(addition: RunCon
     assert new_prompts(addition, source, source) == source == name_of(source)
 
 
-@pytest.mark.parametrize(
-    ("model", "champion", "refused"),
-    [
-        ("HuggingFaceTB/SmolLM2", None, None),
-        ("models:/addition/3", "3", None),
-        ("models:/addition/3", "4", None),  # a second try of the step
-        ("models:/addition/2", "3", "version 3 became it while this run"),
-        ("HuggingFaceTB/SmolLM2", "1", "version 1 became it"),
-    ],
-)
-def test_champion_is_replaced_only_by_one_that_began_from_it(
-    addition: RunConfig, model: str, champion: str | None, refused: str | None
-) -> None:
-    reason = refusal(addition.model_copy(update={"model": model}), SUMMARY, champion)
-    assert (reason is None) == (refused is None) and (refused or "") in (reason or "")
-
-
-def test_version_that_the_gate_refused_is_no_champion(addition: RunConfig) -> None:
-    refused = replace(SUMMARY, model_version=None, missing={"model_version": "the held-out score fell"})
-    assert refusal(addition, refused, None) == "(the held-out score fell)"
-
-
-def test_without_held_out_prompts_nothing_is_promoted(addition: RunConfig, tmp_path: Path) -> None:
+def test_without_held_out_prompts_nothing_is_compared(addition: RunConfig, tmp_path: Path) -> None:
     lines = "data.held_out=null\nregistry.min_score=null\nevaluation.every=0"
     with pytest.raises(ConfigError, match=r"data\.held_out"):
-        begin_renewal(Request(addition.to_yaml(), lines), str(tmp_path), "champion", str(tmp_path / "links.md"))
+        begin_renewal(Request(addition.to_yaml(), lines), str(tmp_path), str(tmp_path / "links.md"))

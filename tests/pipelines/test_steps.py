@@ -10,9 +10,9 @@ import pytest
 from tidemill_components.choose import choose
 from tidemill_components.conclude import conclude
 from tidemill_components.evaluate import evaluate
-from tidemill_components.promote import promote
 from tidemill_components.provision import provision
 from tidemill_components.register import register
+from tidemill_components.remember import remember
 from tidemill_components.renew import renew
 from tidemill_components.spread import spread
 from tidemill_components.teardown import teardown
@@ -69,8 +69,8 @@ def validated(config: str) -> str:
         lambda: spread.python_func(BAD, *ASKED, "seed=1", Artifact()),
         lambda: conclude.python_func(BAD, "{}", "null", Artifact()),
         lambda: choose.python_func(BAD, "", "", "", [outcome(BAD)], Artifact(), Artifact(), Artifact()),
-        lambda: renew.python_func(BAD, *ASKED, "s3://tidemill/prompts/", "champion", Artifact()),
-        lambda: promote.python_func(BAD, SUMMARY, "champion"),
+        lambda: renew.python_func(BAD, *ASKED, "s3://tidemill/prompts/", Artifact()),
+        lambda: remember.python_func(BAD, SUMMARY),
     ],
 )
 def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]) -> None:
