@@ -158,7 +158,7 @@ def test_all_steps_use_the_image_of_the_form_and_install_nothing(name: str) -> N
     used = {executor["container"]["image"] for executor in spec["deploymentSpec"]["executors"].values()}
     assert used == {IMAGE_PARAMETER}
     assert spec["root"]["inputDefinitions"]["parameters"]["steps_image"]["defaultValue"] == tidemill_components.IMAGE
-    assert f":{tidemill.__version__}-" in tidemill_components.IMAGE
+    assert tidemill_components.IMAGE.endswith(f":{tidemill.__version__}")
     assert "pip install" not in golden(name).read_text()
 
 
@@ -167,9 +167,11 @@ def test_no_secret_is_in_a_pipeline_and_keys_come_by_reference(name: str) -> Non
     keys = [{"envVar": "TIDEMILL_S3_ACCESS_KEY", "secretKey": "access_key"}]
     keys += [{"envVar": "TIDEMILL_S3_SECRET_KEY", "secretKey": "secret_key"}]
     for step, executor in executors(name).items():
-        [secret] = executor["secretAsEnv"]
+        secret, login = executor["secretAsEnv"]
         assert secret["keyToEnv"] == keys
         assert secret["secretNameParameter"]["componentInputParameter"] in inputs_around(name, step)
+        assert login["optional"] is True
+        assert [key["envVar"] for key in login["keyToEnv"]] == ["MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"]
     spec = yaml.safe_dump(documents(name)[0])
     assert "TIDEMILL_S3" not in spec and "env:" not in spec
 
