@@ -252,6 +252,9 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
         if value is not None and config.data.held_out is None:
             allowed = f"{0 if key == 'evaluation.every' else 'null'} without data.held_out"
             yield ConfigError(key, value, allowed, "Name a held-out file.")
+    if config.registry.alias == "champion":
+        fix = "That alias goes to a version that scores no less than the one which has it. Leave this out."
+        yield ConfigError("registry.alias", "champion", "another name than champion", fix)
 
 
 def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:

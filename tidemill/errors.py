@@ -7,10 +7,12 @@ TidemillError
 ├── RewardError      a reward function cannot be imported or breaks its contract
 │   └── RewardTimeoutError   a reward function did not return in time
 ├── EngineError      a generation engine failed or did not answer in time
+│   └── EngineLostError      its process died or is stuck: another engine has to take its place
 ├── SyncError        weights did not arrive whole at an engine
 │   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
 ├── CheckpointError  a checkpoint is missing, incomplete or does not fit this run
+├── ClusterError     a Kubernetes cluster refuses the run, lacks what it needs, or took it away
 └── RunError         a run cannot go on: an actor died or made no progress in time
 
 All of them survive pickling, because they cross Ray's process boundary.
@@ -54,6 +56,10 @@ class EngineError(TidemillError, RuntimeError):
     """A generation engine failed or did not answer before its deadline."""
 
 
+class EngineLostError(EngineError):
+    """An engine's process died or is stuck; what it was asked for has to be asked of another engine."""
+
+
 class SyncError(TidemillError, RuntimeError):
     """New weights did not arrive whole at an engine, or the engine computes something else with them."""
 
@@ -68,6 +74,10 @@ class StoreError(TidemillError, OSError):
 
 class CheckpointError(TidemillError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the run that wants to resume from it."""
+
+
+class ClusterError(TidemillError, RuntimeError):
+    """A Kubernetes cluster refuses the run, lacks what it needs, or took it away; another try would end the same."""
 
 
 class RunError(TidemillError, RuntimeError):

@@ -6,14 +6,18 @@ contract suite in `tests/contracts`. Everything here is asynchronous, because ev
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
+from tidemill.errors import DataError
 from tidemill.records import Completion, Float32Array, GroupHeader, Int32Array
 
 PauseMode = Literal["keep", "abort", "wait"]
 Ref = TypeVar("Ref")
+Loads = Mapping[str, Sequence[tuple[float, int]]]
+"""By engine: from when on (seconds since the epoch) it has how many requests in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ class Engine(Protocol):
         """Sample `sampling.n` completions, in order. An aborted request returns what it has, reason "abort".
 
         Raises:
-            EngineError: the engine is dead, or refuses the request (a prompt longer than its context).
+            EngineLostError: the engine is dead.
+            EngineError: it refuses the request (a prompt longer than its context).
         """
         ...
 
@@ -70,6 +75,8 @@ class Engine(Protocol):
 
         Raises:
             SyncError: the weights did not arrive whole.
+            EngineLostError: the engine is dead.
+            EngineError: it did not answer in time.
         """
         ...
 
@@ -78,7 +85,11 @@ class Engine(Protocol):
         ...
 
     async def version(self) -> int:
-        """The version that new tokens are sampled from."""
+        """The version that new tokens are sampled from.
+
+        Raises:
+            EngineLostError: the engine is dead.
+        """
         ...
 
     async def stats(self) -> Mapping[str, float]:
@@ -178,6 +189,19 @@ class Evaluation:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
 
+def evaluation_from_json(text: str) -> Evaluation | None:
+    """Read a score that was written as JSON; `null` says that there is none.
+
+    Raises:
+        DataError: it is something else.
+    """
+    try:
+        tree = json.loads(text)
+        return None if tree is None else Evaluation(**tree | {"answers": tuple(Answer(**a) for a in tree["answers"])})
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"not a score on held-out prompts: {error}") from error
+
+
 class Generation(Protocol):
     """The rollout side as the trainer sees it: `rollout.rollouter.Rollouter`."""
 
@@ -199,6 +223,10 @@ class Generation(Protocol):
 
     async def evaluate(self, version: int) -> Evaluation:
         """Score the held-out prompts with the engines' present weights."""
+        ...
+
+    async def loads(self) -> Loads:
+        """Requests in flight since the last call, for the run's timeline."""
         ...
 
     async def stats(self) -> Mapping[str, float]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from rollout_rig import Rig
 
-from tidemill.protocols import Evaluation, PauseMode, WeightUpdate
+from tidemill.observe.timings import Timings
+from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.policy import PolicyRank
@@ -101,6 +102,9 @@ class Loop:
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.metrics.append(metrics)
+
+    def active(self, step: int, timings: Timings, loads: Loads) -> None:
+        """Nothing here draws a timeline."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         raise AssertionError("nothing asks for an evaluation here")

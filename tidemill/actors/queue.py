@@ -18,6 +18,7 @@ import ray
 
 from tidemill.actors.boxes import pack, unpack
 from tidemill.actors.call import CONTROL_TIMEOUT_S, call
+from tidemill.actors.placement import ANYWHERE, Place
 from tidemill.errors import RunError
 from tidemill.protocols import Delivery, Lease
 from tidemill.queue.message_queue import NO_LEASE, MessageQueue, WhenFull
@@ -224,16 +225,20 @@ def pack_deliveries(puts: Sequence[Put]) -> None:
         put.deliveries = [Delivery(delivery.header, next(packed)) for delivery in put.deliveries]
 
 
-def start_queue(capacity: int, max_staleness: int, when_full: WhenFull, max_waiting: int = 1000) -> RemoteQueue:
+def start_queue(
+    capacity: int, max_staleness: int, when_full: WhenFull, place: Place = ANYWHERE, max_waiting: int = 1000
+) -> RemoteQueue:
     """Start the queue's actor in the Ray cluster that this process is connected to.
 
     Args:
         capacity: see `MessageQueue`, as `max_staleness` and `when_full`.
         max_staleness: in policy versions.
         when_full: `block` or `drop_oldest`.
+        place: where to.
         max_waiting: puts and leases that wait at once; more of them queue up in Ray, control calls pass.
     """
-    shell = ray.remote(num_cpus=0, max_concurrency=max_waiting, concurrency_groups={CONTROL: 16})(QueueActor)
+    options = {"max_concurrency": max_waiting, "concurrency_groups": {CONTROL: 16}, **place.options()}
+    shell = ray.remote(**options)(QueueActor)
     actor = shell.remote(capacity, max_staleness, when_full)
     actor.start.remote()
     return RemoteQueue(actor)

@@ -7,10 +7,11 @@ import itertools
 from collections import Counter
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, EngineError, RewardError, RewardTimeoutError, RunError
+from tidemill.errors import ConfigError, EngineError, EngineLostError, RewardError, RewardTimeoutError, RunError
 from tidemill.protocols import Answer, Evaluation, Sampling
 from tidemill.records import Completion, Prompt
-from tidemill.rollout.flights import Decode, EnginePool, Scorer, abort_request
+from tidemill.rollout.engine_pool import EnginePool
+from tidemill.rollout.flights import Decode, Scorer, abort_request
 from tidemill.rollout.prompts import PromptSet
 
 
@@ -48,7 +49,7 @@ class Evaluator:
         fitting = [prompt for prompt in prompts if not held_out.too_long(prompt)]
         if not fitting:
             raise RunError(f"all {len(prompts)} held-out prompts exceed data.max_prompt_tokens; raise it")
-        slots = asyncio.Semaphore(self._config.rollout.concurrent_samples_per_replica * len(self._engines))
+        slots = asyncio.Semaphore(self._config.rollout.concurrent_samples_per_replica * max(1, len(self._engines)))
         tasks = [asyncio.create_task(self._answer(prompt, version, slots)) for prompt in fitting]
         try:
             outcomes = await asyncio.gather(*tasks)
@@ -76,11 +77,14 @@ class Evaluator:
             return Answer(prompt.text, text, prompt.answer, reward)
 
     async def _persist(self, prompt: Prompt) -> Completion:
-        """Generate, again after a failure, `rollout.max_attempts` times in all."""
+        """Generate, again after a failure, `rollout.max_attempts` times in all; a lost engine counts as none."""
         attempt = 1
         while True:
             try:
                 return await self._generate(prompt)
+            except EngineLostError:
+                await self._engines.ready(self._config.rollout.start_timeout_s)
+                continue
             except (EngineError, TimeoutError) as error:
                 if attempt >= self._config.rollout.max_attempts:
                     raise EngineError(
@@ -92,12 +96,12 @@ class Evaluator:
         rollout = self._config.rollout
         sampling = Sampling(n=1, max_tokens=rollout.max_new_tokens, temperature=0.0, stop=tuple(rollout.stop))
         request_id = f"evaluation-{prompt.row}.{next(self._requests)}"
-        with self._engines.lease() as engine:
+        with self._engines.lease() as seat:
             try:
                 async with asyncio.timeout(rollout.group_timeout_s):
-                    [completion] = await engine.generate(request_id, prompt.token_ids, sampling)
+                    [completion] = await seat.engine.generate(request_id, prompt.token_ids, sampling)
             except (TimeoutError, asyncio.CancelledError):
-                await abort_request(engine, request_id)
+                await abort_request(seat.engine, request_id)
                 raise
             if completion.finish_reason == "abort":
                 raise EngineError(f"the engine aborted held-out prompt {prompt.row}")

@@ -18,13 +18,14 @@ from typing import Any
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
-from tidemill.protocols import Delivery, Engine, Evaluation, Queue
+from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
 from tidemill.rollout.activity import Clock, IdleMeter, Tally
 from tidemill.rollout.admission import Admission
+from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
-from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, EnginePool, Flight, Scorer
+from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, Flight, Scorer
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
 from tidemill.rollout.prompts import PromptSet
@@ -45,7 +46,7 @@ class Rollouter:
         config: of the run.
         prompts: to train on.
         held_out: to evaluate on.
-        engines: at least one.
+        engines: at least one; named "engine 0", "engine 1", ... as in `Synchronizer`.
         queue: to the trainer.
         rewards: scores responses.
         decode: response tokens to text.
@@ -209,6 +210,10 @@ class Rollouter:
         self._wake.set()
 
     def _failed(self, flight: Flight, failure: FlightFailure) -> None:
+        if failure.reason == "engine_lost":  # no fault of the prompt, nor of the engines that are left
+            self._resize()
+            self._drop([flight.uid], failure.reason)
+            return
         limit = self.config.rollout.max_attempts
         quarantined = self.ledger.failed(flight.uid, failure.reason, limit)
         self._tally.count(f"failed/{failure.reason}")
@@ -229,6 +234,54 @@ class Rollouter:
         if flight.task is not None:
             flight.task.cancel()
 
+    def _outlasted(self, flight: Flight) -> None:
+        """A group became too old while it was generated; one that always does must not take a slot for ever."""
+        del self._flights[flight.uid]
+        limit = self.config.rollout.max_attempts
+        if self.ledger.outlasted(flight.uid, limit):
+            self._tally.count("skipped/never_fits")
+            LOG.warning(
+                "prompt occurrence %d skipped: %d times in a row its generation outlasted asynchrony.max_staleness = "
+                "%d versions; raise it, or asynchrony.trigger_parameter_sync_step",
+                *(flight.uid, limit, self.config.asynchrony.max_staleness),
+            )
+        else:
+            self._tally.count("dropped/stale")
+        if flight.task is not None:
+            flight.task.cancel()
+
+    def _resize(self) -> None:
+        self._admission.resize(len(self._engines))
+        self._wake.set()
+
+    async def add_engine(self, name: str, engine: Engine) -> None:
+        """One more engine takes groups; it must have the newest version."""
+        self._engines.add(name, engine)
+        self._tally.count("engines_joined")
+        self._resize()
+
+    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
+        """An engine gets no more groups; what it has not finished in time is dropped for `reason` and issued again.
+
+        Returns:
+            How many requests it had answered.
+        """
+        if patience_s:
+            self._engines.close(name)
+            self._resize()
+            await self._engines.drained(name, patience_s)
+        finished = self._engines.remove(name)
+        self._tally.count("engines_removed")
+        self._resize()
+        for flight in list(self._flights.values()):
+            if flight.stage == "generating" and flight.engine == name:
+                self._abandon(flight, reason)
+        return finished
+
+    async def lost_engines(self) -> Mapping[str, str]:
+        """Engines that do not work any more and are to be removed, and why."""
+        return self._engines.lost()
+
     async def begin_version(self, version: int) -> None:
         """The engines now sample from `version`: cancel what became too old, admit more.
 
@@ -243,7 +296,7 @@ class Rollouter:
         self._engines.forgive()
         for flight in list(self._flights.values()):
             if flight.stage == "generating" and self._admission.too_old(flight.version):
-                self._abandon(flight, "stale")
+                self._outlasted(flight)
         self._wake.set()
 
     async def mark_trained(self, uids: Sequence[int]) -> None:
@@ -274,11 +327,16 @@ class Rollouter:
         """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
         return await self._evaluator.evaluate(version)
 
+    async def loads(self) -> Loads:
+        """Requests in flight since the last call; see `LoadMeter.take`."""
+        return self._engines.loads.take()
+
     async def stats(self) -> Mapping[str, float]:
-        """`idle`, groups by stage, what `Tally.take` returns, and the ledger's counts as `ledger/NAME`."""
+        """`idle`, `engines`, groups by stage, what `Tally.take` returns, and the ledger's counts as `ledger/NAME`."""
         stages = Counter(flight.stage for flight in self._flights.values())
         return {
             "idle": self._idle.read(),
+            "engines": float(len(self._engines)),
             **{stage: float(stages[stage]) for stage in ("generating", "scoring", "delivering")},
             **self._tally.take(),
             **{f"ledger/{name}": float(count) for name, count in self.ledger.counts().items()},

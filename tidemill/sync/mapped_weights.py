@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,16 +92,32 @@ class MappedWeights:
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)  # closing does not: a mapping holds the file open
 
-    def write(self, path: Path, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> int:
+    def write(
+        self,
+        path: Path | None,
+        parameters: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    ) -> int:
         """Write parameters by their Hugging Face names, as `dtype`, in one pass; returns the bytes of the file.
 
         A file of the same tensors that is there already is written over, so it must be one that nobody reads: see
         `outbox.alone`. A head that is tied to the embedding is the same parameter and stands under the embedding's
         name only.
 
+        Args:
+            path: of the file; None on ranks that only take part in bringing the parameters together.
+            parameters: in the same order on all ranks.
+            dtype: of the file.
+            whole: brings a parameter together that is spread over ranks.
+
         Raises:
             OSError: no room.
         """
+        if path is None:
+            for parameter in parameters.values():
+                whole(parameter.detach())
+            return 0
         header, nbytes = layout(parameters, dtype)
         if path.exists() and not begins_with(path, header):
             path.unlink()
@@ -110,7 +126,7 @@ class MappedWeights:
         with path.open("r+b") as file:
             mapped = self.mapped(path, file)
         for name, parameter in parameters.items():
-            mapped.tensors[name].copy_(parameter.detach())
+            mapped.tensors[name].copy_(whole(parameter.detach()))
         return nbytes
 
     def mapped(self, path: Path, file: IO[bytes]) -> Mapped:

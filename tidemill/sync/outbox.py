@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.errors import StoreError, SyncError
+from tidemill.errors import CheckpointError, StoreError, SyncError
 from tidemill.protocols import WeightUpdate
+from tidemill.store.lease import Fence
 from tidemill.store.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Outbox(Protocol):
 
         Raises:
             SyncError: no room, or the export is not whole.
+            StoreError: the object store failed.
         """
         ...
 
@@ -120,30 +122,32 @@ class StoreOutbox:
         republish: has it upload the newest version again, whole.
         store: of the run.
         prefix: key below which the weights of the run lie.
+        fence: of the run's lease; whoever lost it leaves the weights to the attempt that has it.
     """
 
     publish: Callable[[int], Awaitable[Publication]]
     republish: Callable[[], Awaitable[Publication]]
     store: ObjectStore
     prefix: str
+    fence: Fence | None = None
 
     async def write(self, version: int) -> Publication:
         """See `Outbox`.
 
         Raises:
-            SyncError: the store failed.
+            StoreError: the store failed; the version before is intact.
         """
         try:
             return await self.publish(version)
         except StoreError as error:
-            raise SyncError(f"version {version} could not be published through the object store: {error}") from error
+            raise StoreError(f"version {version} could not be published through the object store: {error}") from error
 
     async def snapshot(self) -> Publication:
         """See `Outbox`; raises as `write`."""
         try:
             return await self.republish()
         except StoreError as error:
-            raise SyncError(f"the newest version could not be published as a snapshot: {error}") from error
+            raise StoreError(f"the newest version could not be published as a snapshot: {error}") from error
 
     def retire(self, update: WeightUpdate) -> None:
         """Nothing: later deltas may need it, so the publisher decides."""
@@ -151,8 +155,10 @@ class StoreOutbox:
     def close(self) -> None:
         """See `Outbox`. What matters of a run is its checkpoint, so a failure here costs space and not the run."""
         try:
+            if self.fence is not None:
+                self.fence.check()
             self.store.delete_prefix(self.prefix)
-        except StoreError as error:
+        except (StoreError, CheckpointError) as error:
             log.warning("published weights could not be deleted: %s", error)
 
 

@@ -1,0 +1,290 @@
+"""Engines that die, are replaced and catch up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rollout_rig import Rig, run_config
+
+from tidemill.errors import EngineError, RunError, StoreError
+from tidemill.fakes import FakeEngine
+from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.records import Float32Array, Int32Array
+from tidemill.rollout import fleet as fleet_module
+from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop
+from tidemill.rollout.fleet import Fleet
+from tidemill.sections import SyncConfig
+from tidemill.sync.outbox import MemoryOutbox
+from tidemill.sync.synchronizer import Synchronizer
+
+CANARY = np.arange(6, dtype=np.int32)
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005)):
+        monkeypatch.setattr(fleet_module, name, seconds)
+
+
+class FakeMember(FakeEngine):
+    """A member without a process.
+
+    Args:
+        fails: what `start` raises.
+        pending: it finds no place before this.
+    """
+
+    def __init__(self, number: int, fails: Exception | None = None, pending: asyncio.Event | None = None) -> None:
+        super().__init__(token_delay_s=0.001)
+        self.name, self.fails, self.pending = f"engine {number}", fails, pending
+        self.hangs = asyncio.Event()
+        self.ended = False
+        self.adopted: list[int] = []
+
+    async def start(self) -> None:
+        if self.pending is not None:
+            await self.pending.wait()
+        if self.fails is not None:
+            raise self.fails
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        await super().update_weights(update, mode)
+        self.adopted.append(update.version)
+
+    async def version(self) -> int:
+        if self.hangs.is_set():
+            await asyncio.sleep(60)
+        return await super().version()
+
+    async def end(self) -> None:
+        await self.shutdown()
+        self.kill()
+
+    def kill(self) -> None:
+        self.ended = True
+
+
+async def uniform(tokens: Int32Array) -> Float32Array:
+    return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
+
+
+async def export(path: Path) -> int:
+    return path.write_bytes(b"weights")
+
+
+@dataclass
+class Crew:
+    """A rollouter, a trainer that counts, and a fleet of fakes."""
+
+    folder: Path
+    engines: int = 2
+    start: Callable[[int], FakeMember] = FakeMember
+    options: dict[str, Any] = field(default_factory=dict)
+    start_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        self.members = [FakeMember(number) for number in range(self.engines)]
+        self.started: list[FakeMember] = []
+        self.notices: list[str] = []
+        self.rig = Rig(run_config(**self.options), rows=200, engines=list(self.members))
+        outbox = MemoryOutbox(self.folder / "shm", export)
+        self.synchronizer = Synchronizer(self.members, SyncConfig(timeout_s=0.5), outbox, uniform, CANARY)
+        self.fleet = Fleet(
+            self.members, self.begin, self.start_timeout_s, self.rig.rollouter, self.synchronizer, self.notices.append
+        )
+
+    def begin(self, number: int) -> FakeMember:
+        self.started.append(self.start(number))
+        return self.started[-1]
+
+    async def train(self, steps: int, at: Callable[[int], Any] = lambda step: None) -> None:
+        """Optimizer steps, a version each; `at` is called before each with its number."""
+        self.rig.engines.clear()  # the fleet publishes
+        for _ in range(steps):
+            if (wait := at(self.rig.version)) is not None:
+                await wait
+            assert await self.rig.train_step()
+            await self.fleet.publish(self.rig.version, "keep")
+
+    async def run(self, steps: int, at: Callable[[int], Any] = lambda step: None) -> None:
+        async with asyncio.timeout(DEADLINE_S), self.fleet.kept():
+            await self.fleet.publish(0, "keep")
+            generation = asyncio.create_task(self.rig.rollouter.run())
+            await self.train(steps, at)
+            await self.rig.rollouter.stop()
+            await generation
+        self.rig.ledger.check()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_and_no_group_is_lost(
+    tmp_path: Path,
+) -> None:
+    crew = Crew(tmp_path, options={"trainer": {"steps": 8}})
+
+    async def die(step: int) -> None:
+        if step == 2:
+            await until(lambda: bool(crew.members[0]._running))
+            await crew.members[0].shutdown()
+        if step == 6:
+            await until(lambda: len(crew.fleet.members) == 2 and bool(crew.started[0].requests))
+
+    await crew.run(8, die)
+    [replacement] = crew.started
+    assert replacement.name == "engine 2"
+    assert [member.name for member in crew.fleet.members] == ["engine 1", "engine 2"]
+    assert replacement.adopted[0] >= 2 and replacement.adopted[-1] == 8
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
+    assert crew.rig.ledger.counts()["dropped/engine_lost"] > 0
+    assert crew.rig.ledger.counts()["quarantined"] == 0
+    assert crew.members[0].ended
+    assert any("engine 0 is lost and will be replaced" in notice for notice in crew.notices)
+
+
+async def test_when_the_last_engine_dies_the_trainer_waits_for_the_next_one(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, engines=1)
+
+    async def die(step: int) -> None:
+        if step == 2:
+            await crew.members[0].shutdown()
+
+    await crew.run(5, die)
+    assert [member.name for member in crew.fleet.members] == ["engine 1"]
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 5 * 4
+
+
+async def test_generation_goes_on_with_the_rest_while_the_next_engine_has_no_place(tmp_path: Path) -> None:
+    place = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=place))
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+        if step == 4:
+            assert [member.name for member in crew.fleet.members] == ["engine 1"]
+            place.set()
+            await until(lambda: len(crew.fleet.members) == 2)
+
+    await crew.run(5, die)
+    assert crew.started[0].adopted[0] == 4
+
+
+async def test_an_engine_that_never_finds_a_place_ends_the_run_only_if_it_is_the_last(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=never), start_timeout_s=0.05)
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: len(crew.started) >= 3)
+            assert all(member.ended for member in crew.started[:-1])
+        if step == 3:
+            await crew.members[1].shutdown()
+
+    with pytest.raises(RunError, match=r"found no place within 0\.05 s .*no other engine is left"):
+        await crew.run(5, die)
+
+
+async def test_engines_that_die_for_ever_end_the_run_with_their_error(tmp_path: Path) -> None:
+    broken = EngineError("vLLM could not start: no such kernel")
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, fails=broken))
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await asyncio.sleep(DEADLINE_S)
+
+    with pytest.raises(EngineError, match=r"3 engines in a row.*no such kernel") as caught:
+        await crew.run(5, die)
+    assert caught.value.__cause__ is broken
+    assert len(crew.started) == LOSSES
+    assert all(member.ended for member in crew.started)
+
+
+async def test_a_store_that_is_away_for_a_moment_costs_another_attempt(tmp_path: Path) -> None:
+    away = iter([StoreError("no answer")])
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, fails=next(away, None)))
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: len(crew.fleet.members) == 2)
+
+    await crew.run(3, die)
+    assert [member.name for member in crew.started] == ["engine 2", "engine 3"]
+
+
+async def test_an_engine_that_is_stuck_is_found_by_the_probe_and_ended(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+
+    async def hang(step: int) -> None:
+        if step == 1:
+            crew.members[0].hangs.set()
+            await until(lambda: [m.name for m in crew.fleet.members] == ["engine 1", "engine 2"])
+
+    await crew.run(3, hang)
+    assert crew.members[0].ended
+
+
+async def test_an_engine_that_is_lost_in_a_publication_is_replaced(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+
+    async def stuck(update: WeightUpdate, mode: PauseMode) -> None:
+        await asyncio.sleep(60)
+
+    async def hang(step: int) -> None:
+        if step == 1:
+            crew.members[0].update_weights = stuck  # type: ignore[method-assign]
+        if step == 2:
+            await until(lambda: [m.name for m in crew.fleet.members] == ["engine 1", "engine 2"])
+
+    await crew.run(3, hang)
+    assert crew.members[0].ended
+    assert crew.started[0].adopted[-1] == 3
+
+
+async def test_an_engine_that_only_the_rollouter_cannot_reach_is_replaced(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+
+    async def away(step: int) -> None:
+        if step == 1:
+            crew.rig.rollouter._engines._seats["engine 0"].lost = "its connection is lost"
+            await until(lambda: bool(crew.started) and len(crew.fleet.members) == 2)
+
+    await crew.run(3, away)
+    assert any("its connection is lost" in notice for notice in crew.notices)
+
+
+async def test_nothing_is_left_of_an_engine_that_starts_when_the_run_ends(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=never))
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: bool(crew.started))
+
+    await crew.run(3, die)
+    assert crew.started[0].ended
+
+
+def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
+    now = 0.0
+    loop = CrashLoop(lambda: now)
+    assert [loop.lost("a", finished) for finished in (7, 0, 0, 1, 0, 0, 0)] == [0, 1, 2, 0, 1, 2, LOSSES]
+    assert loop.lost("b", 0) == 1
+    now = LOSSES_WITHIN_S + 1
+    assert loop.lost("a", 0) == 1
