@@ -162,8 +162,9 @@ class Ways:
 
 
 def measure(megabytes: int, repeats: int, store: ObjectStore) -> list[Row]:
-    """Seconds of every way, alternating. The first two passes warm up: they make the files that later ones use again, and
-    in the first the delta has no base yet.
+    """Seconds of every way, alternating. The first two passes warm up.
+
+    They make the files that later ones use again, and in the first the delta has no base yet.
     """
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="tidemill-bench-") as folder:
