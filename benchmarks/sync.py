@@ -89,7 +89,7 @@ class Ways:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.version, self.loop = 0, asyncio.Runner()
+        self.version, self.loop = 0, asyncio.new_event_loop()
         self.exports, self.adopted = MappedWeights(), MappedWeights()
         self.outdated: WeightUpdate | None = None
         self.outbox = MemoryOutbox(self.folder / "outbox", self.export)
@@ -111,9 +111,9 @@ class Ways:
         return {
             COPY: self.copy,
             RAY: self.ray,
-            OURS[0]: lambda: self.loop.run(self.shared_memory()),
-            OURS[1]: lambda: self.loop.run(self.object_store(OURS[1])),
-            OURS[2]: lambda: self.loop.run(self.object_store(OURS[2])),
+            OURS[0]: lambda: self.loop.run_until_complete(self.shared_memory()),
+            OURS[1]: lambda: self.loop.run_until_complete(self.object_store(OURS[1])),
+            OURS[2]: lambda: self.loop.run_until_complete(self.object_store(OURS[2])),
         }
 
     def copy(self) -> None:
