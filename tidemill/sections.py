@@ -30,7 +30,8 @@ class DataConfig(Section):
 
     train: str
     """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file), `hf://DATASET:SPLIT`,
-    or `reasoning_gym://TASK`. The last two take options of their own: `reasoning_gym://TASK?seed=2&size=50`."""
+    or `reasoning_gym://TASK`. The last two take options, of `datasets.load_dataset` and of
+    `reasoning_gym.create_dataset`: `hf://openai/gsm8k:train?name=main`, `reasoning_gym://TASK?seed=2&size=50`."""
     held_out: str | None = None
     """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
     prompt_key: str = "prompt"
@@ -47,9 +48,6 @@ class DataConfig(Section):
     """Draw a new order of the rows every epoch, from `seed`."""
     epochs: Positive | None = None
     """Passes over the data; null repeats them until `trainer.steps` is reached."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of `reasoning_gym.create_dataset`, such as `size` and `seed`, or of `datasets.load_dataset`,
-    such as `name`; for both sources, where their own options do not say otherwise."""
 
 
 class RewardConfig(Section):
@@ -217,6 +215,10 @@ class EvaluationConfig(Section):
 
     every: Count = 0
     """Policy versions between two evaluations during training; 0 leaves only the ones before and after."""
+    mode: Literal["blocking", "concurrent", "spare"] = "blocking"
+    """`blocking` has the trainer wait for the score; `concurrent` answers held-out prompts, before rollouts, while
+    training goes on, and only the next weight sync waits; `spare` sets one of several engines aside for it, which keeps
+    its version meanwhile and catches up afterwards, so that nothing waits."""
     max_prompts: Positive | None = None
     """Prompts per evaluation; null takes all of `data.held_out`."""
 

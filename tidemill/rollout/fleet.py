@@ -62,6 +62,14 @@ class Rotation(Protocol):
         """This one gets no more; its groups that do not end in time are issued again. Returns how many it finished."""
         ...
 
+    async def set_engine_aside(self, name: str) -> None:
+        """This one gets no more groups, and finishes those that it has; only an evaluation may name it."""
+        ...
+
+    async def take_engine_back(self, name: str) -> None:
+        """It gets groups again; nothing if it has been removed."""
+        ...
+
     async def lost_engines(self) -> Mapping[str, str]:
         """Engines that cannot be reached from there, and why."""
         ...
@@ -97,6 +105,7 @@ class Fleet:
         self._reports: dict[str, asyncio.Future[str]] = {}
         self._numbers = itertools.count(len(members))
         self._crashes = CrashLoop(clock)
+        self._mode: PauseMode = "keep"
 
     @property
     def members(self) -> list[Member]:
@@ -105,10 +114,29 @@ class Fleet:
 
     async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
         """See `Synchronizer.publish`; engines that are lost on the way are replaced."""
+        self._mode = mode
         metrics = await self._synchronizer.publish(version, mode)
         for name, error in self._synchronizer.take_lost().items():
             self._report(name, str(error))
         return metrics
+
+    async def set_aside(self) -> str | None:
+        """Take an engine out of rotation and publications, so that it keeps its version; None if it is the only one."""
+        if len(self._members) < 2:
+            return None
+        name = list(self._members)[-1]
+        self._synchronizer.leave(name)
+        await self._rotation.set_engine_aside(name)
+        return name
+
+    async def take_back(self, name: str) -> None:
+        """Give an engine that was set aside the newest version, and groups again; if it is lost, nothing."""
+        try:
+            if name in self._members:
+                await self._synchronizer.late_join(name, self._members[name], self._mode)
+                await self._rotation.take_engine_back(name)
+        except (EngineError, StoreError) as error:
+            self._report(name, str(error))
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:

@@ -23,6 +23,7 @@ from tidemill.records import Float32Array, Group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
 from tidemill.train.tree import PackedRow, pack_group
+from tidemill.train.validation import Validation
 
 Metrics = dict[str, float]
 
@@ -38,10 +39,18 @@ class Ranks(Protocol):
 
 
 class Publisher(Protocol):
-    """Brings a version to the engines: `sync.synchronizer.Synchronizer`."""
+    """Brings a version to the engines: `rollout.fleet.Fleet`."""
 
     async def publish(self, version: int, mode: Any) -> Mapping[str, float]:
         """Export, adopt everywhere, check the canary; returns the timings."""
+        ...
+
+    async def set_aside(self) -> str | None:
+        """See `train.validation.Spares`."""
+        ...
+
+    async def take_back(self, name: str) -> None:
+        """See `train.validation.Spares`."""
         ...
 
 
@@ -102,6 +111,11 @@ class Trainer:
     fetch: Callable[[Sequence[Delivery[Any]]], Awaitable[list[Group]]]
     commit: Callable[[Position], Awaitable[None]] | None = None
     position: Position = field(default_factory=Position)
+    validation: Validation = field(init=False)
+
+    def __post_init__(self) -> None:
+        observer, mode = self.observer, self.config.evaluation.mode
+        self.validation = Validation(mode, self.generation, self.publisher, observer.evaluated, observer.notice)
 
     async def fit(self) -> None:
         """Train until the step budget or the data ends, and publish what was learned since the last sync.
@@ -112,6 +126,14 @@ class Trainer:
         Raises:
             RunError: no batch arrived in time, or a group broke the staleness bound.
         """
+        try:
+            await self.fit_steps()
+            await self.validation.settle()
+        finally:
+            await self.validation.cancel()
+
+    async def fit_steps(self) -> None:
+        """All optimizer steps."""
         while self.position.step < self.config.trainer.steps:
             timings = Timings()
             with timings.phase("step"):
@@ -119,6 +141,7 @@ class Trainer:
                 if metrics is None:
                     self.observer.notice(f"the data ended after step {self.position.step}")
                     if self.position.unsynced:
+                        await self.validation_before_sync(timings)
                         await self.sync_weights()
                     break
                 await self.after_step(timings)
@@ -150,6 +173,7 @@ class Trainer:
         await self.generation.mark_trained([group.uid for group in groups])
         self.advance(groups)
         if self.sync_is_due:
+            await self.validation_before_sync(timings)
             with timings.phase("sync"):
                 metrics |= await self.sync_weights()
         return metrics
@@ -224,6 +248,12 @@ class Trainer:
         await self.generation.begin_version(version)
         return dict(timings)
 
+    async def validation_before_sync(self, timings: Timings) -> None:
+        """Let a score be finished whose engines would get the next version."""
+        if self.validation.holds_sync:
+            with timings.phase("evaluate"):
+                await self.validation.settle()
+
     async def after_step(self, timings: Timings) -> None:
         """Evaluate and checkpoint at the versions that ask for it."""
         if self.position.unsynced:
@@ -232,8 +262,7 @@ class Trainer:
         every = self.config.evaluation.every
         if every and version % every == 0 and not last:
             with timings.phase("evaluate"):
-                evaluation = await self.generation.evaluate(version)
-            self.observer.evaluated(self.position.step, evaluation)
+                await self.validation.begin(self.position.step, version)
         if self.commit and not last and self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
             with timings.phase("checkpoint"):
                 await self.commit(self.position)
