@@ -15,6 +15,7 @@ from rollout_rig import Rig, run_config
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
+from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.fleet import Fleet
 from tidemill.rollout.prompts import PromptSet
 from tidemill.sections import SyncConfig
@@ -93,6 +94,7 @@ class Crew:
     options: dict[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 5.0
     held_out: PromptSet | None = None
+    elasticity: Elasticity | None = None
 
     def __post_init__(self) -> None:
         self.members = [FakeMember(number) for number in range(self.engines)]
@@ -102,7 +104,14 @@ class Crew:
         outbox = MemoryOutbox(self.folder / "shm", export)
         self.synchronizer = Synchronizer(self.members, SyncConfig(timeout_s=0.5), outbox, uniform, CANARY)
         self.fleet = Fleet(
-            self.members, self.begin, self.start_timeout_s, self.rig.rollouter, self.synchronizer, self.notices.append
+            self.members,
+            self.begin,
+            self.start_timeout_s,
+            self.rig.rollouter,
+            self.synchronizer,
+            self.notices.append,
+            elasticity=self.elasticity,
+            group_timeout_s=1.0,
         )
 
     def begin(self, number: int) -> FakeMember:

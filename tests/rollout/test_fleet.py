@@ -9,8 +9,10 @@ import pytest
 from fleet_rig import DEADLINE_S, Crew, FakeMember, until
 
 from tidemill.errors import EngineError, RunError, StoreError
+from tidemill.fakes import Fault
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.rollout import fleet as fleet_module
+from tidemill.rollout.elasticity import VERSIONS, Elasticity
 from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop
 
 
@@ -178,3 +180,88 @@ def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
     assert loop.lost("b", 0) == 1
     now = LOSSES_WITHIN_S + 1
     assert loop.lost("a", 0) == 1
+
+
+WAITING = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.5, "idle/rollouter": 0.0}
+AHEAD = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.0, "idle/rollouter": 0.9}
+
+
+async def test_an_engine_is_added_while_the_trainer_waits_and_retired_while_generation_does(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, engines=1, options={"trainer": {"steps": 8}}, elasticity=Elasticity(1, 2))
+
+    async def load(step: int) -> None:
+        if step == 2:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(WAITING)
+            await until(lambda: crew.rig.rollouter._admission.policy.max_concurrent > 16)
+            assert crew.started[0].adopted == [2]
+            assert crew.rig.rollouter._admission.policy.max_concurrent == 2 * 16
+            for _ in range(2 * VERSIONS):  # no more than the bound
+                crew.fleet.measured(WAITING)
+            assert len(crew.started) == 1
+        if step == 5:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(AHEAD)
+            await until(lambda: crew.started[0].ended)
+            assert [member.name for member in crew.fleet.members] == ["engine 0"]
+            assert crew.rig.rollouter._admission.policy.max_concurrent == 16
+
+    await crew.run(8, load)
+    assert crew.started[0].adopted[-1] == 5
+    assert crew.started[0].requests
+    assert crew.members[0].adopted[-1] == 8
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
+
+
+async def test_an_engine_that_is_retired_finishes_what_it_has_and_what_takes_too_long_is_issued_again(
+    tmp_path: Path,
+) -> None:
+    crew = Crew(tmp_path, engines=2, options={"trainer": {"steps": 6}}, elasticity=Elasticity(1, 2))
+    crew.members[1]._faults = {uid: Fault("hang") for uid in range(200)}
+
+    async def load(step: int) -> None:
+        if step == 1:
+            await until(lambda: bool(crew.members[1]._running))
+            for _ in range(VERSIONS):
+                crew.fleet.measured(AHEAD)
+
+    await crew.run(6, load)
+    assert crew.members[1].ended
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 6 * 4
+
+
+async def test_nothing_is_added_or_retired_while_an_engine_is_being_replaced(tmp_path: Path) -> None:
+    place = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=place), elasticity=Elasticity(1, 4))
+
+    async def load(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: bool(crew.started))
+            for metrics in (WAITING, AHEAD):
+                for _ in range(VERSIONS):
+                    crew.fleet.measured(metrics)
+            await asyncio.sleep(0.01)
+            assert (len(crew.started), len(crew.fleet.members)) == (1, 1)
+
+    await crew.run(3, load)
+
+
+async def test_growth_that_finds_no_room_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    crew = Crew(
+        tmp_path,
+        start=lambda number: FakeMember(number, pending=never),
+        start_timeout_s=0.02,
+        elasticity=Elasticity(2, 4),
+    )
+
+    async def load(step: int) -> None:
+        if step == 1:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(WAITING)
+            await until(lambda: any("found no place" in notice for notice in crew.notices))
+            assert crew.started[0].ended
+
+    await crew.run(3, load)
+    assert len(crew.started) == 1

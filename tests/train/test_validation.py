@@ -190,7 +190,7 @@ async def test_where_one_engine_is_left_a_sync_waits_for_the_score(tmp_path: Pat
 
     async def die() -> None:
         school.crew.fleet._start = lambda number: None  # type: ignore[assignment,return-value]
-        school.crew.fleet._forget(school.crew.members[1])
+        school.crew.fleet._forget("engine 1", school.crew.members[1])
         await school.crew.rig.rollouter.remove_engine("engine 1", "engine_lost")
 
     school.hooks = {1: die}
