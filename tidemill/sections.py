@@ -93,7 +93,8 @@ class RolloutConfig(Section):
     threads: Positive | None = None
     """OpenMP threads of an engine on the CPU; null takes all cores."""
     start_timeout_s: Seconds = 600.0
-    """An engine that is not ready by then fails the run."""
+    """An engine that is not ready by then fails the run at its start. In place of one that died, it is tried again
+    while others are at work, and fails the run where none is left."""
     group_timeout_s: Seconds = 600.0
     """A group that takes longer is cancelled and its prompt issued again."""
     max_attempts: Positive = 3
@@ -203,7 +204,8 @@ class SyncConfig(Section):
     full_every: Positive = 10
     """`object_store`: a full snapshot every so many versions, deltas in between; 1 sends everything every time."""
     timeout_s: Seconds = 300.0
-    """A publication that takes longer fails the run; `asynchrony.pause_mode: wait` adds `rollout.group_timeout_s`."""
+    """An engine that takes longer to adopt a version is replaced, and a trainer that takes longer to publish it fails
+    the run; `asynchrony.pause_mode: wait` adds `rollout.group_timeout_s`."""
     canary_max_gap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5
     """After every sync the trainer's and the engine's log-probs of the same tokens may differ by this much in the
     mean, in nats; a wider gap fails the run. The first sync shows how much of a gap is rounding and lowers the bound to

@@ -8,8 +8,8 @@ grow: t >= `GROW_AT`, since the trainer waits.
 shrink: (1 - r) n / (n - 1) <= `HEADROOM`, so that generation will not become the slower side.
 
 Either has to hold for `VERSIONS` versions in a row. Under a steady load nothing swings: where n - 1 engines made the
-trainer wait for t >= 0.2, generation with n of them is busy all the time or for at least (n - 1) / (0.8 n), and it would
-have to be busy for no more than 0.9 (n - 1) / n for one to be retired again.
+trainer wait for t >= 0.2, generation with n of them is busy all the time, or for at least (n - 1) / (0.8 n); one is
+retired again only where it is busy for no more than 0.9 (n - 1) / n.
 """
 
 from __future__ import annotations

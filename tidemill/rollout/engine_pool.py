@@ -58,20 +58,20 @@ class EnginePool:
 
     def close(self, name: str) -> None:
         """Give an engine nothing new, unless a lease names it."""
-        self._seats[name].leaving = True
+        if name in self._seats:
+            self._seats[name].leaving = True
 
     def reopen(self, name: str) -> None:
-        """Take that back; an engine that has been removed stays so."""
+        """Take that back."""
         if name in self._seats:
             self._seats[name].leaving = False
             self._change()
 
     async def drained(self, name: str, patience_s: float) -> None:
         """Let the requests of an engine finish, if they do in time."""
-        seat = self._seats[name]
         try:
             async with asyncio.timeout(patience_s):
-                while seat.load and seat.lost is None:
+                while (seat := self._seats.get(name)) is not None and seat.load and seat.lost is None:
                     await self._next_change()
         except TimeoutError:
             return
