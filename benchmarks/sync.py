@@ -27,15 +27,14 @@ from pathlib import Path
 import ray
 import torch
 from results.row import Row, write_rows
-from safetensors import safe_open
 
 from tidemill.protocols import WeightUpdate
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
+from tidemill.sync.mapped_weights import MappedWeights
 from tidemill.sync.outbox import MemoryOutbox
 from tidemill.sync.publisher import WeightPublisher
 from tidemill.sync.receiver import Receiver
-from tidemill.train.model import write_weights
 
 MEMORY = Path("/dev/shm")
 SIDE = 1024  # a tensor has this many rows and columns: 2 MiB
@@ -91,6 +90,8 @@ class Ways:
 
     def __post_init__(self) -> None:
         self.version = 0
+        self.exports, self.adopted = MappedWeights(), MappedWeights()
+        self.outdated: WeightUpdate | None = None
         self.outbox = MemoryOutbox(self.folder / "outbox", self.export)
         self.publishers = {way: WeightPublisher(f"runs/{n}", n) for way, n in ((OURS[1], 1 << 30), (OURS[2], 1))}
         self.receivers = {way: Receiver(self.folder / f"{n}", self.opened, 60) for n, way in enumerate(self.publishers)}
@@ -103,7 +104,7 @@ class Ways:
 
     async def export(self, path: Path) -> int:
         """As the trainer does."""
-        return write_weights(path, self.weights.weights, torch.bfloat16)
+        return self.exports.write(path, self.weights.weights, torch.bfloat16)
 
     def all(self) -> dict[str, Callable[[], None]]:
         """By name, those to compare with first."""
@@ -133,7 +134,9 @@ class Ways:
         self.version += 1
         update = (await self.outbox.write(self.version)).update
         self.adopt(update)
-        self.outbox.retire(update)
+        if self.outdated:
+            self.outbox.retire(self.outdated)
+        self.outdated = update
 
     async def object_store(self, way: str) -> None:
         """Through S3, from an export to a fetched file."""
@@ -146,9 +149,9 @@ class Ways:
 
     def adopt(self, update: WeightUpdate) -> None:
         """As the engine reads a file, without vLLM's own work."""
-        with safe_open(update.path, framework="pt", device="cpu") as file:
-            for name in self.weights.parameters:
-                self.weights.load(name, file.get_tensor(name))
+        with self.adopted.reading(Path(update.path), update.nbytes) as mapped:
+            for name, tensor in mapped.tensors.items():
+                self.weights.load(name, tensor)
 
     def close(self) -> None:
         """Free the memory."""

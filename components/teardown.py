@@ -5,12 +5,17 @@ from tidemill_components import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def teardown(config: str) -> None:
-    """Give back everything that `provision` took, also after a failure.
+def teardown(config: str, overrides: str, run_name: str, kfp_run: str, variants: str) -> None:
+    """Give back everything that the run took, also after a failure.
 
     Args:
-        config: the run's settings as YAML text, as the pipeline got them.
+        config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
+        overrides: KEY.PATH=VALUE, one a line.
+        run_name: name of the run, "" for a new one.
+        kfp_run: id of the KFP run.
+        variants: those of a sweep, "" for a single run.
     """
-    from tidemill.steps import teardown as step
+    from tidemill.ends import end
+    from tidemill.request import Request
 
-    step(config)
+    end(Request(config, overrides, run_name, kfp_run), variants)

@@ -5,15 +5,37 @@ from tidemill_components import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def validate(config: str) -> str:
+def validate(
+    config: str,
+    overrides: str,
+    run_name: str,
+    kfp_run: str,
+    gpu_type: str,
+    engines: int,
+    ranks: int,
+    image: str,
+    gpu_hours: float,
+    links: dsl.Output[dsl.Markdown],
+) -> str:
     """Check settings, prompts, rewards, model, store and room before anything is paid for.
 
     Args:
-        config: the run's settings as YAML text.
+        config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
+        overrides: KEY.PATH=VALUE, one a line.
+        run_name: name of the run, "" for a new one.
+        kfp_run: id of the KFP run.
+        gpu_type: kubernetes.gpu_type, "" as the settings say.
+        engines: rollout.engines, 0 as the settings say.
+        ranks: trainer.ranks, 0 as the settings say.
+        image: kubernetes.image, "" as the settings say.
+        gpu_hours: kubernetes.gpu_hours, 0 as the settings say.
+        links: gets the places to look at while the run goes on.
 
     Returns:
         The resolved settings as YAML text, every default written out.
     """
-    from tidemill.steps import validate as step
+    from tidemill.ends import begin
+    from tidemill.request import Request
 
-    return step(config)
+    asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
+    return begin(asked, links.path)

@@ -1,14 +1,14 @@
-"""Compiles the pipeline to the YAML that KFP takes: `python -m tidemill_pipelines.compile FILE`."""
+"""Compiles a pipeline to the YAML that KFP takes: `python -m tidemill_pipelines.compile NAME FILE`."""
 
 import sys
 
 from kfp import compiler
-from tidemill_pipelines.post_training import post_training
+from tidemill_pipelines.catalogue import PIPELINES
 
 
-def main(path: str) -> None:
-    """Write the pipeline to `path`."""
-    compiler.Compiler().compile(post_training, package_path=path)
+def main(name: str, path: str) -> None:
+    """Write the pipeline `name` to `path`."""
+    compiler.Compiler().compile(PIPELINES[name], package_path=path)
 
 
 if __name__ == "__main__":

@@ -8,35 +8,50 @@ either acts on the outside or depends on what does.
 """
 
 from kfp import dsl
-from tidemill_components.evaluate import evaluate
-from tidemill_components.provision import provision
+from tidemill_components import IMAGE
 from tidemill_components.register import register
 from tidemill_components.teardown import teardown
-from tidemill_components.train import train
 from tidemill_components.validate import validate
+from tidemill_pipelines.learning import learned
+from tidemill_pipelines.tasks import KEPT, Pod
 
 
-def uncached(task: dsl.PipelineTask) -> dsl.PipelineTask:
-    """The task, run every time."""
-    return task.set_caching_options(False)
-
-
-def retried(task: dsl.PipelineTask) -> dsl.PipelineTask:
-    """The task, tried again after a failure: it finds what the first try left and goes on from there."""
-    return task.set_retry(num_retries=2, backoff_duration="5s", backoff_factor=2.0, backoff_max_duration="60s")
-
-
-@dsl.pipeline(name="post-training", description="Asynchronous reinforcement learning of a language model")
-def post_training(config: str) -> None:
+@dsl.pipeline(
+    name="post-training",
+    description="Asynchronous reinforcement learning of a language model",
+    pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=KEPT),
+)
+def post_training(
+    config: str,
+    overrides: str = "",
+    run_name: str = "",
+    gpu_type: str = "",
+    engines: int = 0,
+    ranks: int = 0,
+    image: str = "",
+    gpu_hours: float = 0.0,
+    store_secret: str = "tidemill-store",
+    steps_image: str = IMAGE,
+) -> None:
     """Train a model as `config` says, and register it if it became better.
 
     Args:
-        config: the run's settings as YAML text.
+        config: the run's settings as YAML text, or s3://BUCKET/KEY of such a file; then one of the overrides is
+            store.endpoint=http://HOST:PORT.
+        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line.
+        run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
+        gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
+        engines: vLLM engines. 0: as in `config`.
+        ranks: trainer processes, one GPU each. 0: as in `config`.
+        image: image of the Ray pods, with a tag. Empty: as in `config`.
+        gpu_hours: budget; when it is used up the run ends with a checkpoint and a model. 0: as in `config`.
+        store_secret: secret with access_key and secret_key of the object store.
+        steps_image: image of the pipeline's own steps, with a tag.
     """
-    with dsl.ExitHandler(uncached(teardown(config=config)), name="run"):
-        settings = uncached(validate(config=config)).outputs["Output"]
-        provisioned = retried(uncached(provision(config=settings)))
-        trained = retried(uncached(train(config=settings, provisioned=provisioned.outputs["Output"])))
-        summary = trained.outputs["Output"]
-        evaluated = uncached(evaluate(config=settings, summary=summary))
-        uncached(register(config=settings, summary=summary, evaluation=evaluated.outputs["Output"]))
+    pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
+    amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
+    with dsl.ExitHandler(pod.task(teardown(**name, variants="")), name="run"):
+        settings = pod.task(validate(**name, **amounts)).outputs["Output"]
+        summary, evaluation = learned(pod, settings)
+        pod.again(register(config=settings, summary=summary, evaluation=evaluation))

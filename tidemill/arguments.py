@@ -45,11 +45,36 @@ are several prompts, each stands above its answer.
   tidemill generate models:/addition/1 "Compute 2 + 6. Reply with the number only."
   tidemill generate runs/addition-1/model "Compute 2 + 6." "Compute 9 + 9." --temperature 1
 """
+PIPELINES = ("post_training", "sweep", "continual")
 COMPILE = """
-Writes the pipeline as KFP takes it: upload the file in its UI, or `kfp pipeline create -p tidemill FILE`. Its one
-parameter `config` is the text of a run file.
+Writes a pipeline as KFP takes it: upload the file in its UI, or `kfp pipeline create -p tidemill FILE`. Its parameter
+`config` is the text of a run file; docs/kfp.md tells of the others.
 
-  tidemill compile --output post_training.yaml
+  tidemill compile
+  tidemill compile --pipeline sweep --output sweep.yaml
+
+With --manifests it checks and prints what a run makes in a Kubernetes cluster, and sends nothing.
+
+  tidemill compile --manifests run.yaml kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3
+"""
+SUBMIT = """
+Starts a run on KFP, for a run file with cluster.provider: kuberay. Prompts that are files of this machine go to the
+run's store first, so that its keys must be in TIDEMILL_S3_ACCESS_KEY and TIDEMILL_S3_SECRET_KEY. The run is called
+NAME-ID after the KFP run. With --variants it is a sweep, with --prompts continual training: docs/kfp.md.
+
+  tidemill submit run.yaml --endpoint http://127.0.0.1:8888
+  tidemill submit run.yaml trainer.steps=500 kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3 --wait
+  tidemill submit run.yaml --variants rates.txt
+  tidemill submit run.yaml --dry-run
+"""
+SCHEDULE = """
+Starts a run on KFP again and again: enabled at once, one at a time, and none for times that were missed. Times are UTC
+unless KFP's server is set otherwise. Five fields are minute, hour, day of month, month, day of week; a sixth in front
+of them is the second.
+
+  tidemill schedule run.yaml --cron "0 2 * * *" --prompts s3://tidemill/prompts/
+  tidemill schedule --list
+  tidemill schedule --delete nightly
 """
 CONVERT_VERL = """
 Reads the key=value settings of the verl command in a shell script, without running it, and prints them as a run file:
@@ -57,6 +82,39 @@ each is taken over, listed as left out, or refused by name. docs/from_verl.md ha
 
   tidemill convert-verl dapo_7b_math.sh > run.yaml
   tidemill convert-verl dapo_7b_math.sh trainer.n_gpus_per_node=4 ~reward_model.reward_manager > run.yaml
+"""
+STATUS = """
+Where a run stands: phase, step, what its pods wait for, GPUs and GPU hours, and why it failed. The cluster is that of
+KUBECONFIG, or the one that this runs in.
+
+  tidemill status addition-1f2e3d4c
+  tidemill status all --namespace team-a
+"""
+LOGS = """
+What the driver of the newest attempt writes.
+
+  tidemill logs addition-1f2e3d4c --follow
+"""
+STOP = """
+The run ends after the step under way, with a checkpoint and an exported model, and its pipeline goes on to evaluate.
+With --now its cluster is deleted at once; the newest checkpoint is kept either way.
+
+  tidemill stop addition-1f2e3d4c --reason "reward is flat"
+  tidemill stop addition-1f2e3d4c --now
+"""
+REAP = """
+Deletes the Ray clusters of runs whose watcher has given no sign of life for long, whose KFP run is over, or whose
+workflow is gone. A CronJob of k8s/ does so every five minutes.
+
+  tidemill reap --dry-run
+  tidemill reap --older-than 60 --endpoint http://ml-pipeline.kubeflow:8888
+"""
+TIMELINE = """
+Draws when trainer and engines of a run were at work, from its events.jsonl; a resumed run since it was resumed. The
+picture is an SVG file; a name in .json makes a trace instead, which https://ui.perfetto.dev opens.
+
+  tidemill timeline addition-1
+  tidemill timeline runs/addition-1 --last 10 --output timeline.json
 """
 UI = """
 Serves the MLflow pages of all runs below a folder, until Ctrl-C.
@@ -111,18 +169,89 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
 
-    compile_ = add(commands, "compile", "write the pipeline for KFP", COMPILE)
-    compile_.add_argument("--output", default="post_training.yaml", help="file (default: post_training.yaml)")
-    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+    pipeline_commands(commands)
 
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
     convert.add_argument("script", help="shell script with one verl command")
     convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
 
+    timeline = add(commands, "timeline", "draw when trainer and engines of a run were at work", TIMELINE)
+    timeline.add_argument("run", metavar="RUN", help="name below runs/, or folder")
+    timeline.add_argument("--last", type=positive, metavar="N", help="the last N steps (default: all)")
+    timeline.add_argument("--output", metavar="FILE", help=".svg or .json file (default: timeline.svg of the run)")
+
+    remote_commands(commands)
+
     ui = add(commands, "ui", "open curves and models of all runs", UI)
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
     return parser
+
+
+def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands for the pipeline on KFP."""
+    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
+    compile_.add_argument(
+        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
+    )
+    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
+    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
+    settings(compile_)
+
+    submit = add(commands, "submit", "start a run on KFP", SUBMIT)
+    submit.add_argument("file", help="the run, as YAML")
+    settings(submit)
+    submit.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
+    submit.add_argument("--dry-run", action="store_true", help="send nothing: show parameters and manifests")
+    submit.add_argument("--wait", action="store_true", help="wait for the end of the run; fail if it fails")
+    pipeline_options(submit)
+
+    schedule = add(commands, "schedule", "start a run on KFP again and again", SCHEDULE)
+    schedule.add_argument("file", nargs="?", help="the run, as YAML")
+    settings(schedule)
+    schedule.add_argument("--cron", help="when, as cron")
+    schedule.add_argument("--name", help="of the schedule (default: that of the run)")
+    schedule.add_argument("--list", action="store_true", help="only list the schedules there are")
+    schedule.add_argument("--delete", metavar="NAME", help="only delete this schedule")
+    pipeline_options(schedule)
+
+
+def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands for runs on Kubernetes."""
+    status = add(commands, "status", "say where runs on Kubernetes stand", STATUS)
+    status.add_argument("run", help="name of a run, or all")
+    logs = add(commands, "logs", "show the log of a run on Kubernetes", LOGS)
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is being written")
+    stop = add(commands, "stop", "end a run on Kubernetes", STOP)
+    stop.add_argument("--now", action="store_true", help="delete its cluster at once")
+    stop.add_argument("--reason", type=text, default="tidemill stop", help="what its summary says")
+    for command in (logs, stop):
+        command.add_argument("run", help="name of the run")
+    reap = add(commands, "reap", "delete clusters that nobody looks after", REAP)
+    reap.add_argument(
+        "--older-than", type=positive, default=30, metavar="MINUTES", help="without a sign of life (default: 30)"
+    )
+    reap.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    reap.add_argument("--endpoint", help="KFP to ask whether runs are over (default: none is asked)")
+    for command in (status, logs, stop, reap):
+        command.add_argument("--namespace", help="of the runs (default: that of this pod, else tidemill)")
+
+
+def pipeline_options(command: argparse.ArgumentParser) -> None:
+    """What is told to KFP besides the run."""
+    command.add_argument("--variants", metavar="FILE", help="a sweep: a variant a line, its settings apart by spaces")
+    command.add_argument(
+        "--prompts", metavar="URI", help="continual training with the new files of s3://BUCKET/PREFIX/"
+    )
+    command.add_argument("--endpoint", help="KFP's API, http(s)://HOST:PORT (default: KF_PIPELINES_ENDPOINT)")
+    command.add_argument("--kfp-namespace", default="", help="yours, where KFP has several users")
+    command.add_argument("--experiment", help="one that exists (default: tracking.experiment, made if need be)")
+    command.add_argument(
+        "--service-account", default="tidemill-pipeline", help="of the steps (default: tidemill-pipeline)"
+    )
+    command.add_argument("--steps-image", help="image of the steps (default: that of this version, without a registry)")
+    command.add_argument("--store-endpoint", help="where the store is seen from here (default: store.endpoint)")
 
 
 def settings(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | ui`.
+"""The command line, `tidemill COMMAND`; `arguments.py` lists the commands.
 
 Heavy libraries are imported by the command that needs them, so that help and mistakes are answered at once.
 """
@@ -85,8 +85,8 @@ def train(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score and answers of a model."""
     from tidemill.preflight import check_inputs, check_model
+    from tidemill.provider import score
     from tidemill.run_file import load_config
-    from tidemill.steps import score
 
     config = load_config(arguments.file, arguments.overrides)
     if config.data.held_out is None:
@@ -134,28 +134,73 @@ def quiet(debug: bool) -> AbstractContextManager[object]:
 
 
 def compile_pipeline(arguments: argparse.Namespace) -> int:
-    """The pipeline as a file, or whether a file is current."""
+    """The pipeline as a file, or whether a file is current; or the manifests of a run."""
+    if arguments.manifests:
+        return print_manifests(arguments)
+    if arguments.overrides:
+        fix = "The pipeline takes settings when it is run."
+        raise ConfigError("override", arguments.overrides[0], "nothing without --manifests", fix)
     need_kfp()
     if not arguments.check:
-        compile_to(Path(arguments.output))
-        print(f"wrote {arguments.output}")
+        path = arguments.output or f"{arguments.pipeline}.yaml"
+        compile_to(arguments.pipeline, Path(path))
+        print(f"wrote {path}")
         return 0
     with TemporaryDirectory() as folder:
         fresh = Path(folder) / "pipeline.yaml"
-        compile_to(fresh)
+        compile_to(arguments.pipeline, fresh)
         golden = Path(arguments.check)
         if golden.is_file() and golden.read_text(encoding="utf-8") == fresh.read_text(encoding="utf-8"):
             return 0
     raise RunError(f"{arguments.check} is out of date: run `make golden`")
 
 
-def compile_to(path: Path) -> None:
+def print_manifests(arguments: argparse.Namespace) -> int:
+    """What a run makes in a Kubernetes cluster; nothing is sent.
+
+    Raises:
+        ConfigError: --check is there too, or the file cannot be written.
+    """
+    from tidemill.kuberay.show import manifests
+    from tidemill.run_file import load_config
+
+    if arguments.check:
+        fix = "--check compares the pipeline."
+        raise ConfigError("check", arguments.check, "either --check or --manifests, not both", fix)
+    text = manifests(load_config(arguments.manifests, arguments.overrides))
+    if arguments.output is None:
+        print(text, end="")
+        return 0
+    try:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("output", arguments.output, "a file that can be written", f"{error}.") from error
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def compile_to(pipeline: str, path: Path) -> None:
     """Compile in a process of its own: only the pipelines know KFP."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tidemill_pipelines.compile", str(path)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "tidemill_pipelines.compile", pipeline, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(f"the pipeline cannot be written to {path}:\n{done.stderr.strip()}")
+
+
+def submit(arguments: argparse.Namespace) -> int:
+    """A run on KFP."""
+    from tidemill.submission import submit as submit_run
+
+    need_kfp()
+    return submit_run(arguments)
+
+
+def schedule(arguments: argparse.Namespace) -> int:
+    """Runs on KFP, again and again."""
+    from tidemill.submission import schedule as schedule_runs
+
+    need_kfp()
+    return schedule_runs(arguments)
 
 
 def convert_verl(arguments: argparse.Namespace) -> int:
@@ -167,6 +212,26 @@ def convert_verl(arguments: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("SCRIPT", arguments.script, "a readable shell script", f"{error}.") from error
     print(convert(script, arguments.settings, os.environ), end="")
+    return 0
+
+
+def timeline(arguments: argparse.Namespace) -> int:
+    """The picture of a run, or its trace."""
+    from tidemill.observe.events import read_events
+    from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
+
+    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
+    events = folder / "events.jsonl"
+    if not events.is_file():
+        raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", f"There is no {events}.")
+    activities = last_steps(newest_attempt(read_events(events)), arguments.last)
+    path = Path(arguments.output or folder / "timeline.svg")
+    draw = {".svg": svg, ".json": trace}.get(path.suffix)
+    if draw is None:
+        raise ConfigError("output", str(path), "a name that ends in .svg or .json", "The end chooses the format.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(draw(activities), encoding="utf-8")
+    print(f"wrote {path}: {len(activities)} steps, engines generate during {overlap(activities):.0%} of the updates")
     return 0
 
 
@@ -213,6 +278,22 @@ def free_port(wanted: int) -> int:
         return port
 
 
+def remote(arguments: argparse.Namespace) -> int:
+    """A command for runs on Kubernetes."""
+    if importlib.util.find_spec("kubernetes") is None:
+        raise RunError("this command needs the Kubernetes client: pip install 'tidemill[pipelines]'")
+    from rich.console import Console
+
+    from tidemill import remote as commands
+    from tidemill.kuberay.client import KubernetesCluster
+    from tidemill.kuberay.release import own_namespace
+    from tidemill.sections import KubernetesConfig
+
+    does = {"status": commands.status, "logs": commands.logs, "stop": commands.stop, "reap": commands.reap_runs}
+    namespace = arguments.namespace or own_namespace() or KubernetesConfig().namespace
+    return does[arguments.command](arguments, KubernetesCluster.connect(namespace), Console())
+
+
 def need_kfp() -> None:
     """Say what to install where KFP is missing."""
     if importlib.util.find_spec("kfp") is None:
@@ -225,7 +306,14 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "compile": compile_pipeline,
+    "submit": submit,
+    "schedule": schedule,
     "convert-verl": convert_verl,
+    "status": remote,
+    "logs": remote,
+    "stop": remote,
+    "reap": remote,
+    "timeline": timeline,
     "ui": ui,
 }
 

@@ -259,6 +259,9 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
     if mode == "spare" and engines == 1:
         allowed = "blocking or concurrent with rollout.engines = 1: no engine can be spared"
         yield ConfigError("evaluation.mode", mode, allowed, "Raise rollout.engines, or take concurrent.")
+    if config.registry.alias == "champion":
+        fix = "That alias goes to a version that scores no less than the one which has it. Leave this out."
+        yield ConfigError("registry.alias", "champion", "another name than champion", fix)
 
 
 def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:

@@ -12,6 +12,7 @@ TidemillError
 │   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
 ├── CheckpointError  a checkpoint is missing, incomplete or does not fit this run
+├── ClusterError     a Kubernetes cluster refuses the run, lacks what it needs, or took it away
 └── RunError         a run cannot go on: an actor died or made no progress in time
 
 All of them survive pickling, because they cross Ray's process boundary.
@@ -73,6 +74,10 @@ class StoreError(TidemillError, OSError):
 
 class CheckpointError(TidemillError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the run that wants to resume from it."""
+
+
+class ClusterError(TidemillError, RuntimeError):
+    """A Kubernetes cluster refuses the run, lacks what it needs, or took it away; another try would end the same."""
 
 
 class RunError(TidemillError, RuntimeError):

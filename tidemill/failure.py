@@ -53,11 +53,27 @@ class Failure:
             trace=traceback.format_exc(),
         )
 
+    def to_json(self) -> str:
+        """The text of the record."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str, where: object) -> Failure:
+        """Read what `to_json` made.
+
+        Raises:
+            DataError: it is something else; `where` says in the message where it stood.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{where} is not the record of a failure: {error}") from error
+
     def write(self, folder: Path) -> None:
         """Leave the record in a run's folder; a reader sees all of it or nothing."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{FILE}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+        partial.write_text(self.to_json(), encoding="utf-8")
         partial.replace(folder / FILE)
 
     @classmethod
@@ -69,11 +85,9 @@ class Failure:
         """
         path = folder / FILE
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_json(path.read_text(encoding="utf-8"), path)
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{path} is not the record of a failure: {error}") from error
 
     @staticmethod
     def forget(folder: Path) -> None:

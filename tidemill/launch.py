@@ -31,10 +31,11 @@ from tidemill.observe.progress import show_events
 from tidemill.outcome import elsewhere, keep_ray_logs, program, report, say_interrupted, shown
 from tidemill.run_folder import begin, exclusive, fresh, label
 from tidemill.steps import teardown
+from tidemill.store.inputs import ship
 from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
 
-RUNNER = "tidemill_pipelines.local"
+RUNNER, PIPELINE = "tidemill_pipelines.local", "post_training"
 GRACE_S = 10.0
 INTERRUPTED = 130
 
@@ -43,6 +44,8 @@ def start(config: RunConfig, console: Console) -> int:
     """A new run of these settings; returns the exit status of the command."""
     with exclusive(config.output, config.name) as lock:
         named = fresh(config)
+        if named.cluster.provider == "kuberay":
+            named = ship(named)  # pods see no file of this machine
         label(lock, named.name)
         return launch(named, lock, console)
 
@@ -80,9 +83,10 @@ def start_runner(settings: Path, scratch: Path, lock: int) -> subprocess.Popen[b
         "TMPDIR": str(scratch),
         "RAY_TMPDIR": str(scratch),
     }
+    root = str(settings.parent / "kfp")
     with (settings.parent / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", RUNNER, str(settings), str(settings.parent / "kfp")],
+            [sys.executable, "-m", RUNNER, PIPELINE, root, f"config={settings}", f"run_name={settings.parent.name}"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

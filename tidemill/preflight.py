@@ -21,6 +21,7 @@ from tidemill.rollout.prompts import take
 from tidemill.rollout.rewards import resolve
 from tidemill.rollout.sources import Row, load_rows
 from tidemill.store.checkpoint import has_checkpoints
+from tidemill.store.locate import Locator
 from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.smollm2 import SMOLLM2
@@ -34,6 +35,7 @@ SHARED_MEMORY = Path("/dev/shm")
 RAY_OBJECT_STORE = GIB // 2
 PROCESS = 3 * GIB // 2  # what a process with torch and vLLM imported takes before it holds a model
 TRAINING_BYTES_PER_WEIGHT = 16  # fp32 weight, gradient and two moments of AdamW
+LOADED_BYTES_PER_WEIGHT = 4  # on every rank, until it has given away what other ranks keep
 CHECKPOINT_BYTES_PER_WEIGHT = 12
 EXPORTED_BYTES_PER_WEIGHT = 2
 
@@ -45,7 +47,8 @@ def check_inputs(config: RunConfig) -> None:
         ConfigError, DataError, RewardError: naming the setting, the file and line, or the function.
     """
     sources = {"data.train": config.data.train, "data.held_out": config.data.held_out}
-    rows = {key: load_rows(source, config.data, key) for key, source in sources.items() if source is not None}
+    named = {key: source for key, source in sources.items() if source is not None}
+    rows = {key: load_rows(source, config.data, key, Locator.of(config).fetch_file) for key, source in named.items()}
     for reward in config.rewards:
         resolve(reward.function)
         if reward.function in NEED_ANSWERS:
@@ -203,10 +206,11 @@ def rooms(config: RunConfig, weights: int) -> Iterator[Room]:
     )
     if config.cluster.provider != "local":
         return
+    training = max(TRAINING_BYTES_PER_WEIGHT, config.trainer.ranks * LOADED_BYTES_PER_WEIGHT) * weights
     engine = PROCESS + config.rollout.cpu_kv_cache_gib * GIB + EXPORTED_BYTES_PER_WEIGHT * weights
     yield Room(
         "memory",
-        PROCESS + config.trainer.ranks * TRAINING_BYTES_PER_WEIGHT * weights + config.rollout.engines * engine,
+        config.trainer.ranks * PROCESS + training + config.rollout.engines * engine,
         psutil.virtual_memory().available,
         "Close other programs, choose a smaller model, or run fewer engines (rollout.engines).",
     )

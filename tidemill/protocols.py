@@ -6,14 +6,18 @@ contract suite in `tests/contracts`. Everything here is asynchronous, because ev
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
+from tidemill.errors import DataError
 from tidemill.records import Completion, Float32Array, GroupHeader, Int32Array
 
 PauseMode = Literal["keep", "abort", "wait"]
 Ref = TypeVar("Ref")
+Loads = Mapping[str, Sequence[tuple[float, int]]]
+"""By engine: from when on (seconds since the epoch) it has how many requests in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delivery(Generic[Ref]):
-    """A group in the queue: its header, and a reference to the payload (`Group.to_bytes`)."""
+    """A group in the queue: its header and its payload (`Group.to_bytes`), or where that is."""
 
     header: GroupHeader
     payload: Ref
@@ -187,6 +191,19 @@ class Evaluation:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
 
+def evaluation_from_json(text: str) -> Evaluation | None:
+    """Read a score that was written as JSON; `null` says that there is none.
+
+    Raises:
+        DataError: it is something else.
+    """
+    try:
+        tree = json.loads(text)
+        return None if tree is None else Evaluation(**tree | {"answers": tuple(Answer(**a) for a in tree["answers"])})
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"not a score on held-out prompts: {error}") from error
+
+
 class Generation(Protocol):
     """The rollout side as the trainer sees it: `rollout.rollouter.Rollouter`."""
 
@@ -212,6 +229,10 @@ class Generation(Protocol):
         Raises:
             EngineLostError: that engine is lost.
         """
+        ...
+
+    async def loads(self) -> Loads:
+        """Requests in flight since the last call, for the run's timeline."""
         ...
 
     async def stats(self) -> Mapping[str, float]:

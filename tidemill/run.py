@@ -19,12 +19,13 @@ from functools import partial
 from typing import Any
 
 from tidemill.actors.engine import start_engine
+from tidemill.actors.placement import apart, check_gpus, pods_ready, service_place
 from tidemill.actors.queue import RemoteQueue, start_queue
-from tidemill.actors.ranks import RemoteRanks, fetch_groups, start_ranks
+from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, RunError, TidemillError
+from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.memory import MemoryMeter
 from tidemill.observe.observer import RunObserver
@@ -33,6 +34,7 @@ from tidemill.protocols import Evaluation
 from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.fleet import Fleet
 from tidemill.store.checkpoint import Checkpoints
+from tidemill.store.lease import Claim, Fence
 from tidemill.store.locate import locate_model
 from tidemill.store.models import ResolvedModel
 from tidemill.store.object_store import ObjectStore
@@ -42,6 +44,7 @@ from tidemill.store.tracking import Tracker
 from tidemill.sync.manifest import weights_prefix
 from tidemill.sync.outbox import MemoryOutbox, Outbox, StoreOutbox
 from tidemill.sync.synchronizer import Synchronizer
+from tidemill.train.stop import Stop
 from tidemill.train.trainer import Position, Trainer
 
 CLOSE_TIMEOUT_S = 90.0
@@ -59,16 +62,21 @@ PHASES = {
 }
 
 
-def train(config: RunConfig) -> Summary:
+def train(config: RunConfig, stop: Stop | None = None, claim: Claim | None = None) -> Summary:
     """Run or resume the training that `config` describes.
+
+    Args:
+        config: of the run.
+        stop: ends it early, with a checkpoint and an exported model.
+        claim: to the run's lease, without which nothing is written to the store; None needs none.
 
     Raises:
         TidemillError: what went wrong, with the traceback of the worker it happened in.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    model = locate_model(config)
+    model = None if apart(config) else locate_model(config)
     with EventLog(config.folder / "events.jsonl") as log, ray_session(config):
-        return asyncio.run(Run(config, model, log).train())
+        return asyncio.run(Run(config, model, log, stop or Stop(), claim).train())
 
 
 @dataclass(slots=True)
@@ -102,11 +110,13 @@ async def attempt(what: str, work: Awaitable[None]) -> None:
 
 @dataclass(slots=True)
 class Run:
-    """The schedule of one attempt."""
+    """The schedule of one attempt; `model` is None where every pod brings its own."""
 
     config: RunConfig
-    model: ResolvedModel
+    model: ResolvedModel | None
     log: EventLog
+    stop: Stop
+    claim: Claim | None = None
     checkpoint_uri: str | None = None
     upload: asyncio.Task[str] | None = None
     ledger: Mapping[str, Any] = field(default_factory=dict)
@@ -136,14 +146,15 @@ class Run:
 
     async def start_parts(self, observer: RunObserver, restart: Restart | None, store: ObjectStore) -> Parts:
         """Place all actors; engines and trainer load at the same time."""
-        config, path = self.config, str(self.model.path)
-        observer.phase(
-            f"load {config.model} ({self.model.source}) into {config.rollout.engines} engine(s) and the trainer"
-        )
+        config, path = self.config, str(self.model.path) if self.model else None
+        await pods_ready(config, observer.phase)
+        source = self.model.source if self.model else "brought to each pod"
+        observer.phase(f"load {config.model} ({source}) into {config.rollout.engines} engine(s) and the trainer")
         check_gpus(config)
         engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
-        ranks = start_ranks(config, path)
-        queue = start_queue(config.queue_capacity, config.asynchrony.max_staleness, config.queue.when_full)
+        ranks = start_ranks(config, path, self.claim)
+        asynchrony, capacity = config.asynchrony, config.queue_capacity
+        queue = start_queue(capacity, asynchrony.max_staleness, config.queue.when_full, service_place(config))
         await loaded(config, [ranks.load(), *(engine.start() for engine in engines)])
         version = restart.position.version if restart else 0
         if restart:
@@ -152,7 +163,8 @@ class Run:
         generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
         await loaded(config, [generation.start()])
         canary = await generation.canary()
-        publisher = Synchronizer(engines, config.publication, make_outbox(config, ranks, store), ranks.score, canary)
+        outbox = make_outbox(config, ranks, store, self.claim)
+        publisher = Synchronizer(engines, config.publication, outbox, ranks.score, canary)
         fleet = Fleet(
             engines,
             partial(start_engine, config, path),
@@ -196,9 +208,9 @@ class Run:
             parts.ranks,
             parts.fleet,
             observer,
-            fetch=fetch_groups,
             commit=commit,
             position=restart.position if restart else Position(),
+            stop=self.stop,
         )
 
     async def learn(self, trainer: Trainer, parts: Parts, observer: RunObserver) -> None:
@@ -219,6 +231,7 @@ class Run:
         assert trainer.commit is not None
         await trainer.commit(trainer.position)
         await self.settle()
+        observer.picture()
         return await parts.ranks.publish_model(trainer.position.version)
 
     async def settle(self) -> None:
@@ -248,7 +261,7 @@ class Run:
             trainer_idle=metrics.get("idle/trainer"),
             rollouter_idle=metrics.get("idle/rollouter"),
             max_age=position.max_age if position.groups else None,
-            peak_memory_bytes=memory.peak_bytes,
+            peak_memory_bytes=None if apart(self.config) else memory.peak_bytes,  # it sees one pod of many
             checkpoint_uri=self.checkpoint_uri,
             model_uri=model_uri,
             model_version=None,
@@ -260,6 +273,7 @@ class Run:
                 label: metrics[f"time/{name}"] for name, label in PHASES.items() if f"time/{name}" in metrics
             },
             metrics=metrics,
+            stopped=self.stop.reason if position.step < self.config.trainer.steps else None,
         )
 
 
@@ -269,10 +283,11 @@ def elasticity(config: RunConfig) -> Elasticity | None:
     return Elasticity(smallest, largest) if largest is not None and largest > smallest else None
 
 
-def make_outbox(config: RunConfig, ranks: RemoteRanks, store: ObjectStore) -> Outbox:
+def make_outbox(config: RunConfig, ranks: RemoteRanks, store: ObjectStore, claim: Claim | None) -> Outbox:
     """The trainer's side of `sync.transport`."""
     if config.sync.transport == "object_store":
-        return StoreOutbox(ranks.publish_weights, ranks.republish_weights, store, weights_prefix(config.name))
+        fence = Fence(store, config.name, claim) if claim else None
+        return StoreOutbox(ranks.publish_weights, ranks.republish_weights, store, weights_prefix(config.name), fence)
     return MemoryOutbox(weights_folder(config), ranks.export)
 
 
@@ -291,22 +306,6 @@ async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]]) -> None:
             f"engines, trainer and rollouter were not ready within {limit:g} s (rollout.start_timeout_s = "
             f"{config.rollout.start_timeout_s:g} and time to place them); the cluster has {cluster_resources()}"
         ) from error
-
-
-def check_gpus(config: RunConfig) -> None:
-    """Refuse a cluster with fewer GPUs than the run has places for, where an actor would wait for ever.
-
-    Raises:
-        ConfigError: the cluster has GPUs, and not enough.
-    """
-    rollout, there = config.rollout, int(cluster_resources().get("GPU", 0))
-    needed = rollout.engines * rollout.tensor_parallel_size + config.trainer.ranks
-    if 0 < there < needed:
-        allowed = (
-            f"a number for which {there} GPUs suffice: every engine takes rollout.tensor_parallel_size = "
-            f"{rollout.tensor_parallel_size}, every trainer rank one, {needed} in all"
-        )
-        raise ConfigError("rollout.engines", rollout.engines, allowed, "Run on more GPUs, or with fewer engines.")
 
 
 def samples(before: Evaluation | None) -> tuple[Sample, ...]:

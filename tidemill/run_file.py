@@ -23,6 +23,8 @@ PATTERNS = {
     "kubernetes.image": "an image with a tag, such as registry/name:1.0, or with a digest @sha256:...",
 }
 """What the patterns of text settings allow, in words."""
+TRUNCATED = ("rollout.top_p", "rollout.top_k")
+"""Settings that engines have, and runs do not."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -119,6 +121,8 @@ def explain(error: ValidationError) -> ConfigError:
     if isinstance(cause, ConfigError):
         return cause
     key = ".".join(str(part) for part in first["loc"])
+    if key in TRUNCATED:
+        return truncated(key, first["input"])
     if first["type"] == "extra_forbidden":
         allowed = ", ".join(sibling_keys(first["loc"]))
         return ConfigError(key, first["input"], f"one of the keys {allowed}", "Remove it or mend the spelling.")
@@ -130,6 +134,16 @@ def explain(error: ValidationError) -> ConfigError:
     rest = f" ({more} more settings are wrong.)" if more else ""
     allowed = re.sub(r"^\w+ should (be|have) ", "", first["msg"])
     return ConfigError(key, first["input"], allowed, f"See docs/configuration.md.{rest}")
+
+
+def truncated(key: str, value: object) -> ConfigError:
+    """Training samples from less than it computes log-probs of."""
+    return ConfigError(
+        key,
+        value,
+        "no setting: rollouts are sampled from the whole distribution",
+        "Tokens that an engine never samples would bias the importance ratio; leave it out.",
+    )
 
 
 def sibling_keys(loc: Sequence[int | str]) -> list[str]:

@@ -13,6 +13,7 @@ from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.prompts import load_held_out, load_tokenizer
 from tidemill.rollout.reward_pool import RewardPool
+from tidemill.store.locate import Locator
 
 
 def score_model(config: RunConfig, folder: Path) -> Evaluation:
@@ -31,7 +32,7 @@ def score_model(config: RunConfig, folder: Path) -> Evaluation:
 async def answer_held_out(config: RunConfig, folder: Path) -> Evaluation:
     """Start an engine and the reward workers, ask everything, end both."""
     tokenizer: Any = load_tokenizer(folder)
-    held_out = load_held_out(config.data, tokenizer, config.seed)
+    held_out = load_held_out(config.data, tokenizer, config.seed, Locator.of(config).fetch_file)
     engine = VllmEngine(str(folder), config.rollout, config.data.max_prompt_tokens, config.seed, config.sync.transport)
     rewards = RewardPool(config.rewards)
     try:

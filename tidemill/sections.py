@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Cores = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -29,9 +30,10 @@ class DataConfig(Section):
     """Where prompts come from."""
 
     train: str
-    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file), `hf://DATASET:SPLIT`,
-    or `reasoning_gym://TASK`. The last two take options, of `datasets.load_dataset` and of
-    `reasoning_gym.create_dataset`: `hf://openai/gsm8k:train?name=main`, `reasoning_gym://TASK?seed=2&size=50`."""
+    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file, or `s3://BUCKET/KEY` at
+    `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two take options, of
+    `datasets.load_dataset` and of `reasoning_gym.create_dataset`: `hf://openai/gsm8k:train?name=main`,
+    `reasoning_gym://TASK?seed=2&size=50`."""
     held_out: str | None = None
     """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
     prompt_key: str = "prompt"
@@ -76,8 +78,6 @@ class RolloutConfig(Section):
     """Response budget in tokens."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Sampling temperature; log-probs are those of the tempered distribution on both sides."""
-    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
-    """Only 1.0: truncated sampling biases the importance ratio unless the sampling mask is replayed."""
     stop: list[str] = Field(default_factory=list)
     """Strings that end a response, besides the end-of-sequence token."""
     concurrent_samples_per_replica: Positive = 16
@@ -174,7 +174,7 @@ class TrainerConfig(Section):
     ppo_mini_batch_size: Positive = 16
     """Groups (prompts) per mini-batch."""
     ranks: Positive = 1
-    """Data-parallel trainer processes."""
+    """Trainer processes. Several share out the rows of a step, and each keeps its part of every parameter (FSDP)."""
     micro_batch_tokens: Positive = 4096
     """Tokens of packed groups in one forward pass; a longer group goes alone."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
@@ -206,6 +206,9 @@ class SyncConfig(Section):
     timeout_s: Seconds = 300.0
     """An engine that takes longer to adopt a version is replaced, and a trainer that takes longer to publish it fails
     the run; `asynchrony.pause_mode: wait` adds `rollout.group_timeout_s`."""
+    keep_prefix_cache: bool = False
+    """Let a prompt go on from KV that older weights computed, which saves its prefill after a sync. New tokens, also
+    those of held-out answers, are then sampled by a mixture of versions that no version of the trainer computes."""
     canary_max_gap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5
     """After every sync the trainer's and the engine's log-probs of the same tokens may differ by this much in the
     mean, in nats; a wider gap fails the run. The first sync shows how much of a gap is rounding and lowers the bound to
@@ -262,7 +265,7 @@ class RegistryConfig(Section):
     min_score: float | None = None
     """Held-out score that the policy must reach; null asks only that it did not get worse."""
     alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "candidate"
-    """Alias that the new version gets."""
+    """Alias that the new version gets; it also becomes the `champion` if it scores no less than the present one."""
 
 
 class ClusterConfig(Section):
@@ -276,8 +279,8 @@ class ClusterConfig(Section):
 class HeadPod(Section):
     """The pod that holds the schedule of the run and Ray's own services; no actor is placed there."""
 
-    cpus: Positive = 4
-    """Cores."""
+    cpus: Cores = 4
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 16
     """Memory; Ray's head is killed for lack of it below 4 GiB."""
 
@@ -287,8 +290,8 @@ class TrainerPod(Section):
     holds queue, rollouter and rewards. Their number is fixed for the run.
     """
 
-    cpus: Positive = 16
-    """Cores."""
+    cpus: Cores = 16
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 64
     """Memory, shared memory included."""
     shared_memory_gib: Positive = 16
@@ -298,8 +301,8 @@ class TrainerPod(Section):
 class RolloutPod(Section):
     """A pod of one engine with `rollout.tensor_parallel_size` GPUs."""
 
-    cpus: Positive = 8
-    """Cores."""
+    cpus: Cores = 8
+    """Cores that are promised; idle ones of the node may be used beyond that."""
     memory_gib: Positive = 64
     """Memory, shared memory included."""
     shared_memory_gib: Positive = 16
@@ -316,8 +319,8 @@ class KubernetesConfig(Section):
     image_pull_secrets: list[str] = Field(default_factory=list)
     """Secrets to pull the image with."""
     service_account: str = "tidemill-ray"
-    """Service account of the Ray pods; it needs no permission, and no token of it is mounted, except into the head
-    where the cluster grows and shrinks (`max_engines`)."""
+    """Service account of the pods; it needs no permission. No container sees its token but the autoscaler's, where the
+    cluster grows and shrinks (`max_engines`)."""
     store_secret: str = "tidemill-store"
     """Secret with the keys `access_key` and `secret_key` of the object store."""
     secrets: list[str] = Field(default_factory=list)
@@ -355,5 +358,7 @@ class KubernetesConfig(Section):
     gpu_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Budget of the run over all attempts, GPUs times hours of their pods; when it is used up the run commits a
     checkpoint, exports the model and ends, and says so. Null sets none."""
+    pages: dict[str, str] = Field(default_factory=dict)
+    """Addresses that a browser can open, for the page of links of a pipeline's first step: `ray`, `mlflow`, `store`."""
     max_restarts: Count = 3
     """New clusters for a run whose cluster failed in a way that may pass, such as a lost head pod."""

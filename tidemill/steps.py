@@ -8,34 +8,25 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
-from tidemill.cluster.local import LocalCluster
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.failure import recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
+from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, render
-from tidemill.preflight import (
-    check_cluster,
-    check_inputs,
-    check_model,
-    check_restart,
-    check_room,
-    check_store,
-    check_tracking,
-    count_weights,
-)
-from tidemill.protocols import Answer, Evaluation
+from tidemill.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
+from tidemill.protocols import Evaluation, evaluation_from_json
+from tidemill.provider import provider_of
 from tidemill.run_file import parse_config
-from tidemill.store.locate import Locator, locate_model, pin_model
+from tidemill.store.locate import pin_model
 
 LogMetric = Callable[[str, float], None]
 STEPS = ("validate", "provision", "train", "evaluate", "register")
@@ -54,7 +45,7 @@ def step(name: str, run: RunConfig) -> Iterator[EventLog]:
 
 
 def validate(config: str) -> str:
-    """Refuse a run that cannot succeed: settings, prompts, rewards, model, store and room on this machine.
+    """Refuse a run that cannot succeed: settings, prompts, rewards, model, store, and the place that it runs in.
 
     Returns:
         The settings with every default, as YAML; an alias of the registry is replaced by the version that it names now.
@@ -66,27 +57,25 @@ def validate(config: str) -> str:
     with step("validate", run):
         check_inputs(run)
         check_model(run)
-        check_cluster(run)
         check_tracking(run.tracking.uri)
         check_store(run)
         check_restart(run)
-        check_room(run, weights=0)
+        provider_of(run).check()
         pinned = pin_model(run)
     return pinned.to_yaml()
 
 
 def provision(config: str) -> str:
-    """Start what the run needs and make the model ready; what a failed try left is used again.
+    """Take what the run needs: store and model on this machine, or a Ray cluster. What a failed try left is used again.
 
     Returns:
-        JSON: `store`, the endpoint; `model`, the local folder; `source`, where the model came from.
+        JSON: on this machine `store`, the endpoint, `model`, the local folder, and `source`, where the model came from;
+        on Kubernetes `attempt`, `job`, the RayJob, and its `namespace`.
     """
     run = parse_config(config)
-    with step("provision", run):
-        endpoint = LocalCluster(run).provision()
-        model = locate_model(run)
-        check_room(run, count_weights(model.path))
-    return json.dumps({"store": endpoint, "model": str(model.path), "source": model.source})
+    with step("provision", run) as log:
+        provisioned = provider_of(run).provision(log)
+    return json.dumps(provisioned)
 
 
 def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
@@ -94,18 +83,15 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
 
     Args:
         config: settings as YAML.
-        provisioned: what `provision` returned; it orders the steps.
+        provisioned: what `provision` returned.
         log_metric: gets the numbers of the summary.
 
     Returns:
         JSON of `observe.report.Summary`.
     """
-    del provisioned
     run = parse_config(config)
-    from tidemill.run import train as run_train
-
-    with step("train", run):
-        summary = run_train(run)
+    with step("train", run) as log:
+        summary = provider_of(run).train(json.loads(provisioned), log)
         summary.write(run.folder / "summary.json")
     for name, value in asdict(summary).items():
         if isinstance(value, int | float):
@@ -114,53 +100,91 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
 
 
 def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
-    """Load the exported model in an engine of its own and score the held-out prompts.
+    """The score of the exported model on the held-out prompts, from a fresh engine.
 
     Returns:
-        JSON of `protocols.Evaluation`, or `null` without `data.held_out`.
+        JSON of `protocols.Evaluation` with the answers that the report shows, or `null` without `data.held_out`; MLflow
+        has all answers.
     """
     run = parse_config(config)
     trained = Summary.from_json(summary)
     with step("evaluate", run) as log:
-        if run.data.held_out is None or trained.model_uri is None:
+        evaluation = None if run.data.held_out is None else provider_of(run).score(trained)
+        if evaluation is None:
             return "null"
-        evaluation = score(run, trained.model_uri)
         answers = [asdict(answer) for answer in evaluation.answers]
         log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
+        track_evaluation(run, trained, evaluation)
     log_metric("held_out_score", evaluation.score)
-    return json.dumps(asdict(evaluation))
+    return json.dumps(asdict(excerpt(evaluation, trained)))
 
 
-def score(run: RunConfig, model: str) -> Evaluation:
-    """Greedy answers of a model, wherever it lies, to the run's held-out prompts.
-
-    Raises:
-        ConfigError: the run has none.
-    """
-    from tidemill.scoring import score_model
-
-    if run.data.held_out is None:
-        raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")
-    with TemporaryDirectory(prefix="tidemill-model-") as folder:
-        return score_model(run, Locator.of(run).bring(model, Path(folder)).path)
+def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
+    """The evaluation with the answers that the report shows: what steps pass on is kept in etcd, which takes little."""
+    asked = {sample.prompt for sample in summary.samples}
+    return replace(evaluation, answers=tuple(answer for answer in evaluation.answers if answer.prompt in asked))
 
 
-def register(config: str, summary: str, evaluation: str, report_path: str) -> str:
-    """Make the model a version of the registry if it passes the gate; write the report and `summary.json`.
+class Pointer(Protocol):
+    """KFP's artifact of a model: a small file and some metadata that say where the weights are."""
+
+    path: str
+    metadata: dict[str, Any]
+
+
+def register(config: str, summary: str, evaluation: str, report_path: str, page_path: str, model: Pointer) -> str:
+    """Make the model a version of the registry if it passes the gate; write the reports and `summary.json`.
+
+    Args:
+        config: settings as YAML.
+        summary: what `train` returned.
+        evaluation: what `evaluate` returned.
+        report_path: file for the report as Markdown.
+        page_path: file for the report as HTML.
+        model: gets the place of the model.
 
     Returns:
         JSON of the summary with the model version, null if the gate refused it.
     """
     run = parse_config(config)
     with step("register", run) as log:
-        final = with_times(registered(run, scored(Summary.from_json(summary), read_evaluation(evaluation))), run)
+        final = with_times(registered(run, scored(Summary.from_json(summary), evaluation_from_json(evaluation))), run)
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.reason('model_version')}"))
+        elif (why := not_promoted(run, final)) is not None:
+            log.write(Notice(f"{final.model_version} stays {run.registry.alias}: {why}"))
         final.write(run.folder / "summary.json")
-        report = as_markdown(final)
-        Path(report_path).write_text(report, encoding="utf-8")
-        track_end(run, final, read_evaluation(evaluation), report)
+        reports = reports_of(run, final, curves(run, final))
+        for path, text in zip((report_path, page_path), reports.values(), strict=True):
+            Path(path).write_text(text, encoding="utf-8")
+        point(model, run, final)
+        track_end(run, final, reports)
     return final.to_json()
+
+
+def reports_of(run: RunConfig, summary: Summary, measured: Curves) -> dict[str, str]:
+    """The report as Markdown and as a page, by the names that MLflow keeps them under."""
+    return {"report.md": as_markdown(summary), "report.html": page(run.name, summary, measured)}
+
+
+def point(model: Pointer, run: RunConfig, summary: Summary) -> None:
+    """Say where the model is. KFP moves what lies at an artifact's path, and takes no address outside its own bucket,
+    so the weights stay where they are.
+    """
+    known = {"run": run.name, "score": summary.held_out_after, "base_model": run.model}
+    names = {"uri": summary.model_uri, "version": summary.model_version, "checkpoint_uri": summary.checkpoint_uri}
+    model.metadata.update({key: value for key, value in (names | known).items() if value is not None})
+    Path(model.path).write_text(json.dumps(model.metadata, indent=2), encoding="utf-8")
+
+
+def curves(run: RunConfig, summary: Summary) -> Curves:
+    """Rewards and scores as MLflow has them, which every step can reach, wherever it runs."""
+    from tidemill.store.tracking import history
+
+    if summary.mlflow_run_id is None:
+        return Curves()
+    names = ("reward/mean", "evaluation/score")
+    return Curves(*(history(run, summary.mlflow_run_id, name) for name in names))
 
 
 def teardown(config: str) -> None:
@@ -169,13 +193,7 @@ def teardown(config: str) -> None:
         run = parse_config(config)
     except ConfigError:
         return
-    LocalCluster(run).teardown()
-
-
-def read_evaluation(text: str) -> Evaluation | None:
-    """What `evaluate` returned."""
-    tree: dict[str, Any] | None = json.loads(text)
-    return None if tree is None else Evaluation(**tree | {"answers": tuple(Answer(**a) for a in tree["answers"])})
+    provider_of(run).teardown()
 
 
 def scored(summary: Summary, evaluation: Evaluation | None) -> Summary:
@@ -193,8 +211,9 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
     from tidemill.store.registry import register as make_version
 
     passed, reason = gate(summary.held_out_before, summary.held_out_after, run.registry.min_score)
-    if summary.model_uri is None or summary.mlflow_run_id is None:
-        passed, reason = False, summary.reason("model_uri")
+    for needed in ("model_uri", "mlflow_run_id"):
+        if asdict(summary)[needed] is None:
+            passed, reason = False, summary.reason(needed)
     if not passed:
         return replace(summary, missing={**summary.missing, "model_version": reason})
     tags = {} if summary.checkpoint_uri is None else {"checkpoint_uri": summary.checkpoint_uri}
@@ -202,16 +221,34 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
     return replace(summary, model_version=f"{run.registered_model}/{version}")
 
 
-def track_end(run: RunConfig, summary: Summary, evaluation: Evaluation | None, report: str) -> None:
-    """Add the exported model's score, its answers and the report to the MLflow run of the training."""
+def not_promoted(run: RunConfig, summary: Summary) -> str | None:
+    """Make the new version the champion if it may be; else why it is not."""
+    from tidemill.store.registry import promote
+
+    version = str(summary.model_version).rpartition("/")[2]
+    passed, reason = promote(run, version, summary.held_out_before, summary.held_out_after)
+    return None if passed else reason
+
+
+def track_evaluation(run: RunConfig, summary: Summary, evaluation: Evaluation) -> None:
+    """Add the exported model's score and all its answers to the MLflow run of the training."""
+    from tidemill.store.tracking import Tracker
+
+    if summary.mlflow_run_id is not None:
+        tracker = Tracker.start(run, summary.mlflow_run_id)
+        tracker.log_evaluation(summary.steps, evaluation)
+        tracker.finish("FINISHED")
+
+
+def track_end(run: RunConfig, summary: Summary, reports: Mapping[str, str]) -> None:
+    """Add the reports to the MLflow run of the training."""
     from tidemill.store.tracking import Tracker
 
     if summary.mlflow_run_id is None:
         return
     tracker = Tracker.start(run, summary.mlflow_run_id)
-    if evaluation is not None:
-        tracker.log_evaluation(summary.steps, evaluation)
-    tracker.log_text(report, "report.md")
+    for name, text in reports.items():
+        tracker.log_text(text, name)
     tracker.finish("FINISHED")
 
 

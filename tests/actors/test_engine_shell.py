@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tidemill.actors.engine import EngineActor, RemoteEngine, engine_shell
+from tidemill.actors.placement import Place
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 
@@ -31,14 +32,16 @@ def local_ray() -> Iterator[None]:
     import ray
 
     here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # where a worker finds the actor's class
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=here)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=here
+    )
     yield
     ray.shutdown()
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 async def test_a_weight_update_passes_three_thousand_open_generations(mode: PauseMode) -> None:
-    engine = RemoteEngine("engine 0", engine_shell(CrowdedActor, 0, {}).remote())
+    engine = RemoteEngine("engine 0", engine_shell(CrowdedActor, Place(), {}).remote())
     prompt, sampling = np.arange(3, dtype=np.int32), Sampling(1, 3, 1.0)
     crowd = [asyncio.create_task(engine.generate(f"{uid}.0", prompt, sampling)) for uid in range(CROWD)]
     async with asyncio.timeout(DEADLINE_S):

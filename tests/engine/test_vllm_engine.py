@@ -187,6 +187,23 @@ async def test_two_updates_later_it_is_a_fresh_engine_with_those_weights(
     np.testing.assert_allclose(scores, fresh.scores, atol=1e-5)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+async def test_prompts_meet_kv_of_older_weights_only_where_asked(tmp_path: Path, kept: bool) -> None:
+    """The first block of the prompt is in the cache; what is sampled after it tells whose it is."""
+    model = make_tiny_model(tmp_path, 0)
+    engine = VllmEngine(str(model), ROLLOUT, 64, 0, "shared_memory", keep_prefix_cache=kept)
+    await engine.start()
+    try:
+        await engine.generate("before", PROMPT, GREEDY)
+        await engine.update_weights(write_weights(tmp_path / "w.safetensors", 1, 1), "abort")
+        [sample] = await engine.generate("after", PROMPT, GREEDY)
+        np.testing.assert_allclose(await engine.score(PROMPT), expected_log_probs(1, PROMPT.tolist()), atol=1e-3)
+    finally:
+        await engine.shutdown()
+    exact = expected_log_probs(1, [*PROMPT.tolist(), *sample.token_ids.tolist()])[len(PROMPT) - 1 :]
+    assert (np.abs(sample.log_probs - exact).max() > 0.01) == kept
+
+
 async def test_after_an_abort_every_token_has_the_log_prob_of_the_version_that_sampled_it(
     engine: VllmEngine, tmp_path: Path
 ) -> None:

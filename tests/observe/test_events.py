@@ -12,6 +12,7 @@ import pytest
 
 from tidemill.errors import DataError
 from tidemill.observe.events import (
+    Activity,
     EvaluationFinished,
     Event,
     EventLog,
@@ -28,6 +29,7 @@ from tidemill.observe.events import (
 EVENTS: list[Event] = [
     PhaseStarted("start engines", 1.0),
     StepFinished(1, 25, 1, 2.5, {"reward/mean": 0.5}, 3.0),
+    Activity(1, [["sync", 3.5, 4.5]], {"engine 0": [[3.0, 2]]}),
     EvaluationFinished(1, 0.25, [{"prompt": "1 + 1", "response": "2", "expected": "2", "reward": 1.0}], 4.0),
     Notice("prompt 3 is quarantined: «é»\nsecond line"),
     PhaseFailed("train", "engine 0 died", 5.0),

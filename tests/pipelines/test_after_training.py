@@ -54,42 +54,66 @@ def summary(run: RunConfig, before: float | None, model_uri: str = "s3://tidemil
     )
 
 
+class Model:
+    """KFP's artifact of the model."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.metadata = str(path), {}
+
+
+def registered(run: RunConfig, trained: Summary, scored: str, folder: Path) -> tuple[Summary, Model]:
+    """What `register` returns, with its files in a folder: report.md, report.html, model.json."""
+    model = Model(folder / "model.json")
+    files = (str(folder / "report.md"), str(folder / "report.html"))
+    return Summary.from_json(register(run.to_yaml(), trained.to_json(), scored, *files, model)), model
+
+
 def evaluation(score: float) -> str:
     return json.dumps({"version": 0, "score": score, "answers": [ANSWER], "skipped": {}})
 
 
 def test_better_model_becomes_a_version_and_the_report_says_so(trained: RunConfig, tmp_path: Path) -> None:
-    report, before = tmp_path / "report.md", summary(trained, 0.25)
-    final = Summary.from_json(register(trained.to_yaml(), before.to_json(), evaluation(0.75), str(report)))
+    report = tmp_path / "report.md"
+    final, model = registered(trained, summary(trained, 0.25), evaluation(0.75), tmp_path)
     assert (final.held_out_after, final.model_version) == (0.75, "addition/1")
     assert final.samples[0].after == "w7"
     assert final.total_seconds >= final.phase_seconds["register"] >= 0
     assert Summary.read(trained.folder / "summary.json") == final
     assert "0.250" in report.read_text() and "addition/1" in report.read_text()
+    assert "0.250 &rarr; 0.750" in (tmp_path / "report.html").read_text()
+    assert (model.metadata["uri"], model.metadata["version"]) == (final.model_uri, "addition/1")
+
+
+def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig, tmp_path: Path) -> None:
+    final, model = registered(trained, summary(trained, 0.25), evaluation(0.75), tmp_path)
+    pointer = json.loads(Path(model.path).read_text())
+    assert pointer == model.metadata
+    assert pointer["uri"] == final.model_uri and pointer["uri"].startswith("s3://")
+    assert Path(model.path).stat().st_size < 4096
 
 
 def test_mlflow_run_gets_the_final_score_the_answers_and_the_report(trained: RunConfig, tmp_path: Path) -> None:
     before = summary(trained, 0.25)
-    register(trained.to_yaml(), before.to_json(), evaluation(0.75), str(tmp_path / "report.md"))
+    registered(trained, before, evaluation(0.75), tmp_path)
     client, run_id = make_client(tracking_uri(trained)), before.mlflow_run_id
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert [(m.step, m.value) for m in client.get_metric_history(run_id, "evaluation/score")] == [(25, 0.75)]
     folder = Path(client.download_artifacts(run_id, "", str(tmp_path)))
     assert (folder / "report.md").read_text() == (tmp_path / "report.md").read_text()
+    assert (folder / "report.html").read_text() == (tmp_path / "report.html").read_text()
     table = json.loads((folder / "answers/000025.json").read_text())
     assert dict(zip(table["columns"], table["data"][0], strict=True)) == ANSWER
 
 
 def test_repeated_registration_makes_no_second_version(trained: RunConfig, tmp_path: Path) -> None:
-    before, report = summary(trained, 0.25), str(tmp_path / "report.md")
-    versions = [register(trained.to_yaml(), before.to_json(), evaluation(0.75), report) for _ in range(2)]
-    assert {Summary.from_json(text).model_version for text in versions} == {"addition/1"}
+    before = summary(trained, 0.25)
+    versions = [registered(trained, before, evaluation(0.75), tmp_path)[0] for _ in range(2)]
+    assert {final.model_version for final in versions} == {"addition/1"}
 
 
 def test_worse_model_is_not_registered_and_the_reason_is_told(trained: RunConfig, tmp_path: Path) -> None:
-    text = register(trained.to_yaml(), summary(trained, 0.75).to_json(), evaluation(0.25), str(tmp_path / "report.md"))
-    final = Summary.from_json(text)
+    final, _ = registered(trained, summary(trained, 0.75), evaluation(0.25), tmp_path)
     assert final.model_version is None
     assert "fell from 0.75 to 0.25" in final.reason("model_version")
     last = read_events(trained.folder / "events.jsonl")[-1]
@@ -125,7 +149,7 @@ def test_run_without_held_out_prompts_is_registered_without_a_score(trained: Run
             "evaluation": trained.evaluation.model_copy(update={"every": 0}),
         }
     )
-    text, trained_summary = run.to_yaml(), summary(run, None).to_json()
-    scored = evaluate(text, trained_summary, {}.__setitem__)
+    trained_summary = summary(run, None)
+    scored = evaluate(run.to_yaml(), trained_summary.to_json(), {}.__setitem__)
     assert scored == "null"
-    assert Summary.from_json(register(text, trained_summary, scored, str(tmp_path / "r.md"))).model_version
+    assert registered(run, trained_summary, scored, tmp_path)[0].model_version

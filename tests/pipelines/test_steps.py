@@ -25,25 +25,32 @@ from tidemill.steps import seconds_by_step
 from tidemill.store.checkpoint import open_checkpoints
 
 BAD = "name: probe"
+ASKED = ("", "", "", "", 0, 0, "", 0.0)  # what a form leaves open
 
 
 class Artifact:
     """What KFP hands to a component as an output."""
 
-    path = "/nowhere"
+    def __init__(self, path: str = "/dev/null") -> None:
+        self.path, self.metadata = path, {}
 
     def log_metric(self, name: str, value: float) -> None:
         raise AssertionError("nothing to log")
 
 
+def validated(config: str) -> str:
+    text: str = validate.python_func(config, *ASKED, Artifact())
+    return text
+
+
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: validate.python_func(BAD),
+        lambda: validate.python_func(BAD, *ASKED, Artifact()),
         lambda: provision.python_func(BAD),
         lambda: train.python_func(BAD, "{}", Artifact()),
         lambda: evaluate.python_func(BAD, "{}", Artifact()),
-        lambda: register.python_func(BAD, "{}", "null", Artifact()),
+        lambda: register.python_func(BAD, "{}", "null", Artifact(), Artifact(), Artifact()),
     ],
 )
 def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]) -> None:
@@ -52,15 +59,15 @@ def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]
 
 
 def test_teardown_of_a_config_that_was_refused_has_nothing_to_do() -> None:
-    assert teardown.python_func(BAD) is None
+    assert teardown.python_func(BAD, "", "", "", "") is None
 
 
 def test_validate_returns_the_settings_with_every_default(addition: RunConfig) -> None:
-    assert parse_config(validate.python_func(addition.to_yaml())) == addition
+    assert parse_config(validated(addition.to_yaml())) == addition
 
 
 def test_validate_announces_itself(addition: RunConfig) -> None:
-    validate.python_func(addition.to_yaml())
+    validated(addition.to_yaml())
     assert [event.kind for event in read_events(addition.folder / "events.jsonl")] == ["phase_started"]
 
 
@@ -72,7 +79,7 @@ def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig,
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": \n')
     with pytest.raises(DataError, match=r"prompts\.jsonl:2"):
-        validate.python_func(changed(addition, f"data.train={prompts}"))
+        validated(changed(addition, f"data.train={prompts}"))
     failure = Failure.read(addition.folder)
     assert failure is not None
     assert (failure.step, failure.expected, failure.passing) == ("validate", True, False)
@@ -80,12 +87,12 @@ def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig,
 
 def test_unknown_reward_is_refused(addition: RunConfig) -> None:
     with pytest.raises(RewardError, match="exact_numbr"):
-        validate.python_func(changed(addition, "rewards.0.function=exact_numbr"))
+        validated(changed(addition, "rewards.0.function=exact_numbr"))
 
 
 def test_missing_model_folder_is_refused(addition: RunConfig) -> None:
     with pytest.raises(Exception, match="no-such-model"):
-        validate.python_func(changed(addition, "model=./no-such-model"))
+        validated(changed(addition, "model=./no-such-model"))
 
 
 def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, tmp_path: Path) -> None:
@@ -93,7 +100,7 @@ def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, t
     model, limit = f"model={tmp_path / 'model'}", CONTEXT - addition.data.max_prompt_tokens
     check_model(parse_config(changed(addition, model, f"rollout.max_new_tokens={limit}")))
     with pytest.raises(ConfigError, match=f"max_new_tokens = {CONTEXT + 1}: allowed is at most the {CONTEXT} tokens"):
-        validate.python_func(changed(addition, model, f"rollout.max_new_tokens={limit + 1}"))
+        validated(changed(addition, model, f"rollout.max_new_tokens={limit + 1}"))
 
 
 def test_context_of_a_published_model_on_this_machine_is_known(
@@ -109,15 +116,15 @@ def test_context_of_a_published_model_on_this_machine_is_known(
 def test_row_without_the_answer_that_the_reward_needs_is_refused(addition: RunConfig, tmp_path: Path, key: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "reply": "2"}\n')
     with pytest.raises(DataError, match=rf"data\.{key} = .*rows\.jsonl: row 2 has no answer in 'answer', which"):
-        validate.python_func(changed(addition, f"data.{key}={tmp_path / 'rows.jsonl'}"))
+        validated(changed(addition, f"data.{key}={tmp_path / 'rows.jsonl'}"))
 
 
 def test_joining_a_ray_without_its_address_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="RAY_ADDRESS"):
-        validate.python_func(changed(addition, "cluster.provider=existing"))
+        validated(changed(addition, "cluster.provider=existing"))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    validate.python_func(changed(addition, "cluster.provider=existing"))
+    validated(changed(addition, "cluster.provider=existing"))
 
 
 def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig) -> None:
@@ -125,32 +132,32 @@ def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig) -> No
         server.bind(("127.0.0.1", 0))
         setting = f"tracking.uri=http://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"tracking\.uri = 'http://127.*refused"):
-            validate.python_func(changed(addition, setting))
+            validated(changed(addition, setting))
         server.listen()
-        validate.python_func(changed(addition, setting))
+        validated(changed(addition, setting))
 
 
 def test_unreachable_store_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", "a")
     monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "b")
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
-        validate.python_func(changed(addition, "store.endpoint=http://127.0.0.1:1"))
+        validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
 
 
 def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition: RunConfig, tmp_path: Path) -> None:
     text = changed(addition, "checkpoint.resume=never")
-    validate.python_func(text)
+    validated(text)
     with open_checkpoints(addition) as checkpoints:
         checkpoints.commit(1, tmp_path, {})
     with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
-        validate.python_func(text)
-    validate.python_func(addition.to_yaml())
+        validated(text)
+    validated(addition.to_yaml())
 
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEMILL_S3_ACCESS_KEY", raising=False)
     with pytest.raises(ConfigError, match="TIDEMILL_S3_ACCESS_KEY"):
-        validate.python_func(changed(addition, "store.endpoint=http://127.0.0.1:1"))
+        validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
 
 
 def test_model_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do(addition: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""A whole run of a tiny model with everything real, killed in the middle of its training and resumed."""
+"""A whole run of a tiny model, everything real and two trainer ranks, killed in the middle of training and resumed."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "rollout": {"group_size": 4, "max_new_tokens": 8, "dtype": "float32", "threads": 1},
         "trainer": {
             "steps": STEPS,
+            "ranks": 2,
             "ppo_mini_batch_size": BATCH,
             "learning_rate": 0.003,
             "precision": "float32",

@@ -56,6 +56,14 @@ def test_unknown_section_is_refused_with_the_sections_that_exist() -> None:
     assert (error.key, "trainer" in error.allowed) == ("trianer", True)
 
 
+@pytest.mark.parametrize("setting", ["rollout.top_p=0.9", "rollout.top_p=1.0", "rollout.top_k=-1"])
+def test_truncated_sampling_is_refused_with_its_reason(setting: str) -> None:
+    error = refusal(setting)
+    assert error.key == setting.partition("=")[0]
+    assert "whole distribution" in error.allowed
+    assert "leave it out" in error.fix
+
+
 def test_unknown_key_in_a_reward_is_refused() -> None:
     error = refusal("rewards.0.wieght=2")
     assert (error.key, "weight" in error.allowed) == ("rewards.0.wieght", True)
@@ -67,7 +75,6 @@ def test_unknown_key_in_a_reward_is_refused() -> None:
         ("trainer.steps=0", "greater than or equal to 1"),
         ("trainer.steps=many", "integer"),
         ("rollout.group_size=1", "greater than or equal to 2"),
-        ("rollout.top_p=0.9", "greater than or equal to 1"),
         ("rollout.temperature=0", "greater than 0"),
         ("asynchrony.max_staleness=-1", "greater than or equal to 0"),
         ("asynchrony.staleness_threshold=-0.1", "greater than or equal to 0"),
@@ -104,6 +111,7 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("asynchrony.pause_mode", ["asynchrony.partial_rollout=true", "asynchrony.pause_mode=wait"]),
         ("evaluation.every", ["evaluation.every=1"]),
         ("registry.min_score", ["registry.min_score=0.5"]),
+        ("registry.alias", ["registry.alias=champion"]),
         ("algorithm.proximal", ["algorithm.proximal=loglinear"]),
         ("algorithm.proximal", ["algorithm.old_log_prob=version_start", "algorithm.proximal=loglinear"]),
         ("algorithm.behaviour_cap", ["algorithm.behaviour_cap=5"]),

@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 
 import tidemill.run
+from tidemill.actors import placement
+from tidemill.actors.placement import check_gpus
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
-from tidemill.run import attempt, check_gpus, loaded
+from tidemill.run import attempt, loaded
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Resources that the cluster is said to have."""
     resources: dict[str, float] = {"CPU": 8.0}
-    monkeypatch.setattr(tidemill.run, "cluster_resources", lambda: resources)
+    for module in (tidemill.run, placement):
+        monkeypatch.setattr(module, "cluster_resources", lambda: resources)
     return resources
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tidemill.rollout.activity import IdleMeter
+from tidemill.rollout.activity import IdleMeter, LoadMeter
 
 
 class Clock:
@@ -45,3 +45,13 @@ def test_a_finished_run_is_not_idle() -> None:
     meter.finish()
     clock.now += 50
     assert meter.read() == 0.0
+
+
+def test_loads_are_changes_since_the_last_report_and_close_ones_become_one() -> None:
+    clock = Clock()
+    meter = LoadMeter(clock)
+    for seconds, engine, requests in [(0, "a", 1), (0.01, "a", 2), (1, "b", 1), (1, "a", 1)]:
+        clock.now += seconds
+        meter.note(engine, requests)
+    assert meter.take() == {"a": [(100.0, 2), (102.01, 1)], "b": [(101.01, 1)]}
+    assert meter.take() == {}

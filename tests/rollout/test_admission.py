@@ -47,7 +47,8 @@ class Run(RuleBasedStateMachine):
     def begin(
         self, eta: int, per_step: int, trigger: int, concurrent: int, strategy: Any, threshold: Any, versions: int
     ) -> None:
-        if eta == 0 or (threshold is not None and int(threshold * per_step * trigger) == 0):  # others are refused
+        groups = per_step * trigger
+        if eta == 0 or (threshold is not None and int((1 + threshold) * groups) == groups):  # others are refused
             threshold, strategy = None if eta == 0 else threshold, "wait" if strategy == "wait" else "pace"
         bounds = {"max_staleness": eta, "staleness_threshold": threshold, "staleness_strategy": strategy}
         self.config = run_config(

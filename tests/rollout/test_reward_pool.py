@@ -228,7 +228,7 @@ def test_the_pool_works_inside_a_ray_actor(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         actor = ray.remote(Scorer).remote()
         scores, message = ray.get(actor.score.remote(str(tmp_path)), timeout=120)

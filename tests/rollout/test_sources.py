@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from datetime import date
 from pathlib import Path
@@ -118,3 +119,32 @@ def test_options_of_another_form_are_refused(query: str) -> None:
 def test_an_unknown_task_or_option_is_refused(task: str, query: str) -> None:
     with pytest.raises(DataError, match=f"reasoning_gym://{task}"):
         load(f"reasoning_gym://{task}{query}")
+
+
+def fetch_from(folder: Path) -> Any:
+    """Of a store whose objects are the files of a folder."""
+
+    def fetch(uri: str, path: Path) -> None:
+        shutil.copy(folder / uri.rpartition("/")[2], path)
+
+    return fetch
+
+
+def test_file_of_the_object_store_is_read_and_called_by_its_uri(tmp_path: Path) -> None:
+    jsonl(tmp_path, '{"prompt": "a"}', "{")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["b"]}), tmp_path / "p.parquet")
+    config = DataConfig(train="s3://data/p.parquet")
+    assert load_rows(config.train, config, fetch=fetch_from(tmp_path)) == [{"prompt": "b"}]
+    with pytest.raises(DataError, match=r"^s3://data/prompts\.jsonl:2: not valid JSON"):
+        load_rows("s3://data/prompts.jsonl", config, fetch=fetch_from(tmp_path))
+
+
+@pytest.mark.parametrize("source", ["s3://data/prompts", "s3://data/prompts.csv", "gs://data/prompts.jsonl"])
+def test_other_objects_are_refused(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY"):
+        load_rows(source, DataConfig(train=source), fetch=fetch_from(tmp_path))
+
+
+def test_object_without_a_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no object store to ask"):
+        load("s3://data/prompts.jsonl")

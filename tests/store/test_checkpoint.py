@@ -56,9 +56,11 @@ def commit(store: ObjectStore, tmp_path: Path, version: int, keep: int = 2) -> s
 
 def restored(store: ObjectStore, tmp_path: Path) -> tuple[int, bytes, Any] | None:
     """Version, weights and state that a restart finds."""
-    found = Checkpoints(store, "run", 2).newest_valid(tmp_path / "loaded")
+    checkpoints = Checkpoints(store, "run", 2)
+    found = checkpoints.newest_valid()
     if found is None:
         return None
+    assert checkpoints.load(found[0], tmp_path / "loaded") == found[1]
     return found[0], (tmp_path / "loaded" / "model.safetensors").read_bytes(), found[1]["version"]
 
 
@@ -74,7 +76,7 @@ def test_what_is_committed_is_loaded(store: ObjectStore, tmp_path: Path) -> None
     state = {"ledger": {"next": 3, "open": [1, 2]}, "text": "Gezeitenmühle"}
     checkpoints = Checkpoints(store, "run", 2)
     assert checkpoints.latest() is None
-    assert checkpoints.newest_valid(tmp_path / "none") is None
+    assert checkpoints.newest_valid() is None
     uri = checkpoints.commit(7, write_parts(tmp_path / "made", 7), state)
     assert uri == f"s3://{store.bucket}/runs/run/checkpoints/00000007"
     assert checkpoints.latest() == 7
@@ -198,13 +200,13 @@ def test_runs_do_not_see_each_other(weed: ObjectStore, tmp_path: Path) -> None:
         Checkpoints(weed, "other", 2).load(1, tmp_path / "x")
 
 
-def test_an_unreachable_store_is_not_taken_for_a_missing_checkpoint(tmp_path: Path) -> None:
+def test_an_unreachable_store_is_not_taken_for_a_missing_checkpoint() -> None:
     class Gone(ObjectStore):
-        def list(self, prefix: str) -> tuple[()]:
+        def list(self, prefix: str, after: str = "") -> tuple[()]:
             raise StoreError("gone")
 
     with pytest.raises(StoreError, match="gone"):
-        Checkpoints(Gone(None, "http://x", "bucket"), "run", 2).newest_valid(tmp_path)
+        Checkpoints(Gone(None, "http://x", "bucket"), "run", 2).newest_valid()
 
 
 def test_a_state_that_is_not_json_is_refused_before_anything_is_stored(weed: ObjectStore, tmp_path: Path) -> None:

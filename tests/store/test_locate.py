@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tidemill.errors import ModelError, StoreError
+from tidemill.config import RunConfig
+from tidemill.errors import DataError, ModelError, StoreError
 from tidemill.failure import PASSING
 from tidemill.sections import StoreConfig
-from tidemill.store.locate import Locator
+from tidemill.store.locate import Locator, model_here
 from tidemill.store.object_store import ACCESS_KEY, SECRET_KEY, ObjectStore
 
 
@@ -52,3 +54,36 @@ def test_another_try_is_worth_it_when_the_store_does_not_answer(locator: Locator
     with pytest.raises(StoreError) as caught:
         silent.bring("s3://bucket/model", tmp_path / "start")
     assert isinstance(caught.value, PASSING)
+
+
+def test_a_file_of_the_store_is_brought(weed: ObjectStore, locator: Locator, tmp_path: Path) -> None:
+    weed.put_bytes("data/train.jsonl", b"{}")
+    locator.fetch_file(weed.uri("data/train.jsonl"), tmp_path / "train.jsonl")
+    assert (tmp_path / "train.jsonl").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("uri", ["s3://{bucket}/data/none.jsonl", "s3://no-such-bucket/train.jsonl", "s3://{bucket}"])
+def test_a_file_that_the_store_does_not_have_is_named(
+    weed: ObjectStore, locator: Locator, tmp_path: Path, uri: str
+) -> None:
+    uri = uri.format(bucket=weed.bucket)
+    with pytest.raises(DataError, match=uri):
+        locator.fetch_file(uri, tmp_path / "train.jsonl")
+    assert not weed.client.bucket_exists(bucket_name="no-such-bucket")
+
+
+def test_actors_of_a_pod_bring_the_model_once(
+    weed: ObjectStore, locator: Locator, run_config: RunConfig, tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        weed.put_bytes(f"models/a/{name}", name.encode())
+    config = run_config.model_copy(update={"model": weed.uri("models/a"), "store": locator.store})
+    with ThreadPoolExecutor(4) as pod:
+        paths = {found.path for found in pod.map(model_here, [config] * 4)}
+    assert paths == {config.folder / "start"}
+    brought = (config.folder / "start" / "config.json").stat()
+    weed.delete_prefix("models/a")
+    assert model_here(config).path.joinpath("config.json").stat() == brought
+    (config.folder / "start.name").unlink()  # as when bringing it was cut off
+    with pytest.raises(ModelError, match="does not exist"):
+        model_here(config)

@@ -4,7 +4,7 @@ import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import ModelError
-from tidemill.store.registry import gate, model_source, pinned_uri, register
+from tidemill.store.registry import gate, model_source, pinned_uri, promote, register
 from tidemill.store.tracking import Tracker, make_client, tracking_uri
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -76,3 +76,50 @@ def test_the_gate_lets_pass_what_is_good_enough(
     decision = gate(before, after, minimum)
     assert decision[0] is passed
     assert reason in decision[1]
+
+
+def registered(config: RunConfig, score: float | None) -> str:
+    return register(config, f"s3://b/{score}", finished_run(config), score, {})
+
+
+def champion(config: RunConfig) -> str:
+    return pinned_uri("models:/addition@champion", tracking_uri(config))
+
+
+def test_only_a_version_that_scores_no_less_becomes_the_champion(mlflow_config: RunConfig) -> None:
+    for score, passes, now in ((0.5, True, "1"), (0.4, False, "1"), (0.5, True, "3"), (0.75, True, "4")):
+        version = registered(mlflow_config, score)
+        assert promote(mlflow_config, version, 0.1, score)[0] is passes
+        assert champion(mlflow_config) == f"models:/addition/{now}"
+        assert pinned_uri("models:/addition@candidate", tracking_uri(mlflow_config)) == f"models:/addition/{version}"
+
+
+def test_promoting_the_champion_again_changes_nothing(mlflow_config: RunConfig) -> None:
+    version = registered(mlflow_config, 0.5)
+    for _ in range(2):
+        assert promote(mlflow_config, version, 0.1, 0.5)[0]
+    assert champion(mlflow_config) == "models:/addition/1"
+
+
+def test_scores_of_other_prompts_are_not_compared(mlflow_config: RunConfig) -> None:
+    promote(mlflow_config, registered(mlflow_config, 0.5), 0.1, 0.5)
+    data = mlflow_config.data.model_copy(update={"held_out": "easier.jsonl"})
+    easier = mlflow_config.model_copy(update={"data": data})
+    passed, reason = promote(easier, registered(easier, 0.9), 0.1, 0.9)
+    assert not passed and "scored in another way" in reason
+    assert champion(mlflow_config) == "models:/addition/1"
+
+
+@pytest.mark.parametrize(("before", "passed"), [(0.8, True), (0.95, False), (None, False)])
+def test_a_run_that_began_with_the_champion_is_compared_with_its_beginning(
+    mlflow_config: RunConfig, before: float | None, passed: bool
+) -> None:
+    promote(mlflow_config, registered(mlflow_config, 0.5), 0.1, 0.5)
+    data = mlflow_config.data.model_copy(update={"held_out": "new.jsonl"})
+    goes_on = mlflow_config.model_copy(update={"data": data, "model": "models:/addition/1"})
+    assert promote(goes_on, registered(goes_on, 0.9), before, 0.9)[0] is passed
+
+
+def test_a_version_without_a_score_replaces_no_champion(mlflow_config: RunConfig) -> None:
+    assert promote(mlflow_config, registered(mlflow_config, None), None, None)[0]
+    assert not promote(mlflow_config, registered(mlflow_config, 0.5), None, 0.5)[0]

@@ -1,15 +1,18 @@
 import json
 import math
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
+from tidemill.sections import ClusterConfig
 from tidemill.store.metric_writer import Unwritten
-from tidemill.store.tracking import Tracker, flatten, make_client, tracking_uri
+from tidemill.store.tracking import TrackedRun, Tracker, flatten, make_client, tracking_uri
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -93,7 +96,8 @@ def test_metrics_of_a_dead_server_are_replayed_by_the_resume(mlflow_config: RunC
     started = Tracker.start(mlflow_config)
     started.log(1, {"loss": 3.0})
     started.finish("FAILED")
-    dead = Tracker(make_client(f"http://127.0.0.1:{closed_port()}"), started.run_id, mlflow_config.folder)
+    nobody = make_client(f"http://127.0.0.1:{closed_port()}")
+    dead = Tracker(TrackedRun(nobody, mlflow_config, started.run_id, opened=True), mlflow_config.folder)
     dead.log(2, {"loss": 2.0})
     dead.log(3, {"loss": 1.0})
     unwritten = dead.finish("FINISHED", timeout_s=0.1)
@@ -121,6 +125,78 @@ def test_an_unreachable_server_is_a_setting_to_mend(mlflow_config: RunConfig, mo
         Tracker.start(mlflow_config.model_copy(update={"tracking": tracking}))
 
 
+class Forgetful:
+    """A client of a server that goes away at its n-th call and is back at the next."""
+
+    def __init__(self, client: Any, away_at: int) -> None:
+        self.client, self.left = client, away_at
+
+    def __getattr__(self, name: str) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise MlflowException("API request failed")
+        return getattr(self.client, name)
+
+
+@pytest.mark.parametrize("away_at", [1, 3, 4, 6])
+def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig, away_at: int) -> None:
+    client = make_client(tracking_uri(mlflow_config))
+    tracker = Tracker(TrackedRun(Forgetful(client, away_at), mlflow_config, None), mlflow_config.folder)
+    tracker.writer.retry_s = 0.0
+    for step in (1, 2):
+        tracker.log(step, {"loss": 1.0 / step})
+        deadline = time.monotonic() + 20
+        while tracker.writer.points or tracker.writer.in_flight:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert not tracker.finish("FINISHED")
+    experiment = client.get_experiment_by_name(mlflow_config.tracking.experiment)
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.status) == (tracker.run_id, "FINISHED")
+    assert run.data.params["model"] == "some/model"
+    assert [(p.step, p.value) for p in client.get_metric_history(tracker.run_id, "loss")] == [(1, 1.0), (2, 0.5)]
+
+
+def unreachable(config: RunConfig, **more: Any) -> RunConfig:
+    tracking = config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{closed_port()}"})
+    return config.model_copy(update={"tracking": tracking, **more})
+
+
+def test_a_run_that_goes_on_does_not_wait_for_the_server(
+    mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    tracker = Tracker.start(unreachable(mlflow_config), "0" * 32)
+    assert tracker.run_id == "0" * 32
+    tracker.log(1, {"loss": 1.0})
+    assert tracker.finish("FINISHED").spooled == 1
+    assert "trying again while it goes on" in caplog.text
+
+
+def test_a_run_that_has_its_pods_does_not_wait_for_the_server(
+    mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    tracker = Tracker.start(unreachable(mlflow_config, cluster=ClusterConfig(provider="kuberay")))
+    assert tracker.run_id is None
+    tracker.finish("FINISHED")
+
+
+def test_tags_say_what_made_the_attempt(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ATTEMPT": "2", "KFP_RUN": "kfp-7", "GIT_REVISION": "abc"}.items():
+        monkeypatch.setenv(f"TIDEMILL_{name}", value)
+    config = mlflow_config.model_copy(update={"cluster": ClusterConfig(provider="kuberay")})
+    first = Tracker.start(config)
+    first.finish("FAILED")
+    monkeypatch.setenv("TIDEMILL_ATTEMPT", "3")
+    second = Tracker.start(config, first.run_id)
+    second.finish("FINISHED")
+    tags = second.client.get_run(first.run_id).data.tags
+    assert (tags["tidemill.attempt"], tags["tidemill.cluster"]) == ("3", "addition-a3")
+    assert (tags["kfp.run_id"], tags["tidemill.git_revision"]) == ("kfp-7", "abc")
+    assert tags["tidemill.image"] == config.kubernetes.image
+
+
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])
 def test_an_address_that_is_none_is_refused(mlflow_config: RunConfig, uri: str) -> None:
     tracking = mlflow_config.tracking.model_copy(update={"uri": uri})
@@ -129,8 +205,8 @@ def test_an_address_that_is_none_is_refused(mlflow_config: RunConfig, uri: str) 
 
 
 @pytest.mark.parametrize("name", ["a#b", "", "/a", "a/../b", "a//b", "x" * 251, "größe"])
-def test_names_that_mlflow_refuses_are_refused_at_once(name: str, tmp_path: Path) -> None:
-    tracker = Tracker(None, "run", tmp_path)
+def test_names_that_mlflow_refuses_are_refused_at_once(name: str, run_config: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker(TrackedRun(None, run_config, "run", opened=True), tmp_path)
     with pytest.raises(ConfigError, match="metric name"):
         tracker.log(1, {"fine": 1.0, name: 1.0})
     assert not tracker.writer.points

@@ -76,11 +76,11 @@ async def test_every_engine_adopts_the_version(tmp_path: Path) -> None:
     assert {"time/sync_export", "time/sync_adopt", "time/sync_canary"} <= metrics.keys()
 
 
-async def test_only_the_newest_file_is_kept(tmp_path: Path) -> None:
+async def test_the_newest_file_is_kept_and_one_to_write_again(tmp_path: Path) -> None:
     publisher = synchronizer(tmp_path, FakeEngine())
-    for version in (1, 2, 5):
+    for version in (1, 2, 5, 6):
         await publisher.publish(version, "keep")
-    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["v5.safetensors"]
+    assert {path.name for path in (tmp_path / "shm").iterdir()} == {"v6.safetensors", "spare.safetensors"}
 
 
 async def test_the_same_version_can_be_published_again(tmp_path: Path) -> None:

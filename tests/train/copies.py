@@ -13,7 +13,7 @@ COPYING = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops
 
 
 class Copies(TorchDispatchMode):
-    """Inside, `nbytes` grows by every copy of one of the tensors, whatever tensor it goes to."""
+    """Inside, `nbytes` grows by every copy of one of the tensors, whatever tensor it goes to; casts do not count."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -21,6 +21,7 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         source = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
-        if func in COPYING and source.data_ptr() in self.watched:
+        result = func(*args, **(kwargs or {}))
+        if func in COPYING and source.data_ptr() in self.watched and result.dtype == source.dtype:
             self.nbytes += source.nbytes
-        return func(*args, **(kwargs or {}))
+        return result

@@ -53,7 +53,7 @@ def plain_gradients(rank: PolicyRank, groups: list[Group], advantages: list[Floa
             loss, _ = ppo_clip(new, old, spread, weights, denominator=denominator, **clips)
             if rank.reference is not None:
                 with torch.no_grad():
-                    reference = plain_log_probs(rank.reference, group, rollout)
+                    reference = plain_log_probs(rank.reference.model, group, rollout)
                 loss = loss + a.kl_coef * kl_penalty(new, reference, weights, denominator=denominator)
             loss.backward()
     return {name: parameter.grad.clone() for name, parameter in rank.parameters.items()}

@@ -14,7 +14,8 @@ from rollout_rig import LengthReward, Rig, run_config
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.aggregate import MetricsAggregator
-from tidemill.protocols import Delivery, Evaluation, PauseMode, WeightUpdate
+from tidemill.observe.timings import Timings
+from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
@@ -53,19 +54,19 @@ class Notes:
 
     steps: list[Metrics] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    activities: list[tuple[int, list[str], Loads]] = field(default_factory=list)
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.steps.append(metrics)
+
+    def active(self, step: int, timings: Timings, loads: Loads) -> None:
+        self.activities.append((step, [name for name, _, _ in timings.dated(0.0)], loads))
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         raise AssertionError("nothing asks for an evaluation here")
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
-
-
-async def fetch(deliveries: Sequence[Delivery[bytes]]) -> list[Group]:
-    return [Group.from_bytes(delivery.payload) for delivery in deliveries]
 
 
 def make_trainer(rig: Rig, position: Position | None = None) -> Trainer:
@@ -76,7 +77,6 @@ def make_trainer(rig: Rig, position: Position | None = None) -> Trainer:
         CountingRanks(),
         Engines(rig),
         Notes(),
-        fetch,
         position=position or Position(),
     )
 
@@ -95,6 +95,17 @@ async def test_every_step_consumes_a_full_batch_and_publishes_the_next_version()
     assert trainer.position.step == trainer.position.version == 5
     assert trainer.publisher.versions == [1, 2, 3, 4, 5]
     assert trainer.position.groups == rig.ledger.trained_count == 20
+
+
+async def test_what_trainer_and_engines_did_is_reported_after_every_step() -> None:
+    rig = Rig()
+    trainer = make_trainer(rig)
+    await fit(trainer, rig)
+    activities = trainer.observer.activities
+    assert [step for step, _, _ in activities] == [1, 2, 3, 4, 5]
+    assert all({"get_groups", "update_actor", "sync", "step"} <= set(names) for _, names, _ in activities)
+    seen = {engine for _, _, loads in activities for engine in loads}
+    assert seen == {f"engine {index}" for index in range(len(rig.engines))}
 
 
 async def test_weights_are_synced_every_trigger_steps() -> None:
@@ -124,7 +135,7 @@ async def one_group(config: RunConfig) -> Group:
     lease = await rig.queue.lease(1, 0, 10)
     await rig.rollouter.stop()
     await run
-    return (await fetch(lease.deliveries))[0]
+    return Group.from_bytes(lease.deliveries[0].payload)
 
 
 async def test_the_data_may_end_before_the_steps_do_and_the_rest_is_trained() -> None:
@@ -186,6 +197,53 @@ async def test_the_last_updates_are_synced_though_the_steps_are_no_multiple_of_t
     await fit(trainer, rig)
     assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (8, 0, [1, 2, 3])
     assert rig.ledger.trained_count == 32
+
+
+@dataclass
+class StoppingRanks(CountingRanks):
+    """Ask for a stop in the middle of a step."""
+
+    trainer: Trainer | None = None
+    step: int = 3
+
+    async def update(
+        self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
+    ) -> Mapping[str, float]:
+        assert self.trainer is not None
+        if self.trainer.position.step + 1 == self.step:
+            self.trainer.stop.ask("the budget is used up")
+            self.trainer.stop.ask("a second reason")
+        return await super().update(batches, denominator, version)
+
+
+async def test_a_stop_ends_the_run_after_the_step_under_way_with_a_sync() -> None:
+    config = run_config(asynchrony={"trigger_parameter_sync_step": 2}, trainer={"steps": 20})
+    trainer = make_trainer(rig := Rig(config))
+    trainer.ranks = StoppingRanks(trainer=trainer)
+    await fit(trainer, rig)
+    position = trainer.position
+    assert (position.step, position.unsynced, trainer.publisher.versions) == (3, 0, [1, 2])
+    assert rig.ledger.trained_count == position.groups == 12
+    assert trainer.observer.notices == ["the run is stopped (the budget is used up) after step 3"]
+
+
+async def test_a_stop_does_not_wait_for_a_batch_that_is_long_in_coming() -> None:
+    config = run_config(trainer={"steps": 1, "get_timeout_s": 1000.0})
+    trainer = make_trainer(rig := Rig(config, token_delay_s=100.0))
+    asyncio.get_running_loop().call_later(0.1, trainer.stop.ask, "enough")
+    await fit(trainer, rig)
+    assert (trainer.position.step, rig.ledger.trained_count) == (0, 0)
+    assert trainer.observer.notices == ["the run is stopped (enough) after step 0"]
+
+
+async def test_a_run_that_was_stopped_goes_on_where_it_was() -> None:
+    stopped = make_trainer(rig := Rig(run_config(trainer={"steps": 5})))
+    stopped.ranks = StoppingRanks(trainer=stopped, step=2)
+    await fit(stopped, rig)
+    rest = Rig(rig.config, engines=rig.engines, state=rig.ledger.state(), version=stopped.position.version)
+    trainer = make_trainer(rest, stopped.position)
+    await fit(trainer, rest)
+    assert (trainer.position.step, rest.ledger.trained_count) == (5, 20)
 
 
 async def test_the_last_updates_are_synced_where_the_data_ends_before_the_trigger() -> None:

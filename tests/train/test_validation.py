@@ -12,8 +12,8 @@ import pytest
 from fleet_rig import DEADLINE_S, Crew, until
 from rollout_rig import CharTokenizer
 
-from tidemill.protocols import Delivery, Evaluation
-from tidemill.records import Group
+from tidemill.observe.timings import Timings
+from tidemill.protocols import Evaluation, Loads
 from tidemill.rollout.prompts import PromptSet
 from tidemill.sections import DataConfig
 from tidemill.train.batch import MicroBatch
@@ -40,7 +40,6 @@ class School:
     hooks: dict[int, Any] = field(default_factory=dict)
     scores: list[tuple[int, int, int]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    ages: list[int] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -54,12 +53,7 @@ class School:
         held_out = PromptSet(ROWS, CharTokenizer(), DataConfig(train="x.jsonl"), seed=0)
         self.crew = Crew(self.folder, engines=self.engines, options=options, held_out=held_out)
         rig = self.crew.rig
-        self.trainer = Trainer(rig.config, rig.queue, rig.rollouter, self, self.crew.fleet, self, self.fetch)
-
-    async def fetch(self, deliveries: Sequence[Delivery[bytes]]) -> list[Group]:
-        groups = [Group.from_bytes(delivery.payload) for delivery in deliveries]
-        self.ages += [self.trainer.position.version - group.oldest_version for group in groups]
-        return groups
+        self.trainer = Trainer(rig.config, rig.queue, rig.rollouter, self, self.crew.fleet, self)
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
@@ -70,6 +64,9 @@ class School:
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.metrics.append(metrics)
+
+    def active(self, step: int, timings: Timings, loads: Loads) -> None:
+        pass
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         assert len(evaluation.answers) == len(ROWS)
@@ -91,7 +88,7 @@ class School:
             await generation
         self.crew.rig.ledger.check()
         assert self.crew.rig.ledger.trained_count == STEPS * 4
-        assert 0 <= min(self.ages) <= max(self.ages) <= 1
+        assert max(metrics["staleness/max"] for metrics in self.metrics) <= 1
 
 
 async def test_a_blocking_evaluation_holds_up_the_trainer(tmp_path: Path) -> None:

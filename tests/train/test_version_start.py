@@ -5,6 +5,7 @@ import torch
 from copies import Copies
 from torch import nn
 
+from tidemill.train.shards import places
 from tidemill.train.version_start import VersionStart
 
 NBYTES = 4 * (3 * 2 + 2)
@@ -13,7 +14,7 @@ NBYTES = 4 * (3 * 2 + 2)
 def make_start(steps: int, *, kept: bool = True) -> tuple[nn.Linear, VersionStart]:
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
-    return layer, VersionStart(dict(layer.named_parameters()), steps, kept=kept)
+    return layer, VersionStart(places(layer), steps, kept=kept)
 
 
 def update(layer: nn.Linear, start: VersionStart, version: int) -> int:

@@ -80,7 +80,13 @@ def test_the_modes_of_verl_are_ours(threshold: str, partial: str, mode: str) -> 
         ("actor_rollout_ref.actor.strategy=megatron", "only fsdp or fsdp2"),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "only token-mean or seq-mean-token-mean"),
         ("actor_rollout_ref.actor.entropy_coeff=0.001", "there is no entropy bonus"),
-        ("algorithm.rollout_correction.rollout_is=token", "algorithm.old_log_prob=decoupled"),
+        ("algorithm.rollout_correction.rollout_is=token", "only with bypass_mode=False"),
+        ("algorithm.rollout_correction.rollout_is=sequence", "only token"),
+        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "only a number from 0 on"),
+        ("algorithm.rollout_correction.rollout_is_batch_normalize=True", "truncated, not normalised"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "no token is rejected"),
+        ("algorithm.rollout_correction.bypass_mode=maybe", "only True or False"),
+        ("actor_rollout_ref.actor.use_rollout_log_probs=False", "bypass_mode=False"),
         ("algorithm.filter_groups.enable=True", "only False"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "takes length into account"),
         ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "not known"),
@@ -102,7 +108,27 @@ def test_all_refused_settings_are_named_at_once_and_can_be_replaced_or_taken_out
     script = f"{SMALL} algorithm.gae=1 actor_rollout_ref.rollout.top_k=20"
     message = refusal(script=script)
     assert all(part in message for part in ("2 settings", "algorithm.gae = 1", "actor_rollout_ref.rollout.top_k = 20"))
-    assert config("~algorithm.gae", "actor_rollout_ref.rollout.top_k=-1", script=script).rollout.top_p == 1.0
+    assert config("~algorithm.gae", "actor_rollout_ref.rollout.top_k=-1", script=script).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "cap"),
+    [
+        ([], "rollout", 2.0),
+        (["bypass_mode=True", "rollout_is_threshold=5.0"], "rollout", 2.0),
+        (["bypass_mode=False"], "version_start", 2.0),
+        (["bypass_mode=False", "rollout_is=null", "rollout_is_threshold=5.0"], "version_start", 2.0),
+        (["bypass_mode=False", "rollout_is=token"], "decoupled", 2.0),
+        (["bypass_mode=False", "rollout_is=token", "rollout_is_threshold=5.0"], "decoupled", 5.0),
+    ],
+)
+def test_corrections_of_verl_choose_the_old_log_probs(settings: list[str], mode: str, cap: float) -> None:
+    algorithm = config(*(f"algorithm.rollout_correction.{setting}" for setting in settings)).algorithm
+    assert (algorithm.old_log_prob, algorithm.proximal, algorithm.behaviour_cap) == (mode, "exact", cap)
+
+
+def test_the_earlier_name_of_computed_log_probs_is_understood() -> None:
+    assert config("async_training.compute_prox_log_prob=True").algorithm.old_log_prob == "version_start"
 
 
 def test_two_settings_that_contradict_each_other_are_refused() -> None:

@@ -7,16 +7,18 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
 from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
-from tidemill.cluster.local import cluster_resources, weights_folder
+from tidemill.actors.placement import Place, engine_place
+from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
-from tidemill.errors import EngineLostError, TidemillError
+from tidemill.errors import EngineError, EngineLostError, TidemillError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
+from tidemill.store.locate import model_here
 from tidemill.store.server import open_store
 from tidemill.sync.receiver import Receiver
 
@@ -24,38 +26,67 @@ ORDERLY_END_S = 30.0
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from tidemill.rollout.engine import VllmEngine
+
 
 class EngineActor:
-    """A vLLM engine in a process of its own."""
+    """A vLLM engine in a process of its own.
 
-    def __init__(self, config: RunConfig, model_path: str, index: int) -> None:
-        from tidemill.rollout.engine import VllmEngine
+    Args:
+        config: of the run.
+        model_path: folder of the model; None has it brought to this pod, see `store.locate.model_here`.
+        index: of the engine.
+    """
 
-        self.engine = VllmEngine(
-            model_path, config.rollout, config.data.max_prompt_tokens, config.seed + index, config.sync.transport
-        )
+    engine: VllmEngine | None = None
+
+    def __init__(self, config: RunConfig, model_path: str | None, index: int) -> None:
+        self.config, self.model_path, self.index = config, model_path, index
         self.receiver = make_receiver(config) if config.sync.transport == "object_store" else None
 
     async def start(self) -> None:
         """Load the model; returns when the first request can come."""
+        from tidemill.rollout.engine import VllmEngine
+
+        config = self.config
+        path = self.model_path or str((await asyncio.to_thread(model_here, config)).path)
+        self.engine = VllmEngine(
+            path,
+            config.rollout,
+            config.data.max_prompt_tokens,
+            config.seed + self.index,
+            config.sync.transport,
+            keep_prefix_cache=config.sync.keep_prefix_cache,
+        )
         await self.engine.start()
+
+    def started(self) -> VllmEngine:
+        """The engine, once there is one.
+
+        Raises:
+            EngineError: there is none yet.
+        """
+        if self.engine is None:
+            raise EngineError("the engine is not started")
+        return self.engine
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
         """See `Engine`."""
-        return await self.engine.generate(request_id, prompt_ids, sampling)
+        return await self.started().generate(request_id, prompt_ids, sampling)
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine`."""
-        return await self.engine.score(token_ids)
+        return await self.started().score(token_ids)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine`."""
-        await self.engine.abort(request_ids)
+        await self.started().abort(request_ids)
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         """See `Engine`; generation goes on while the weights are fetched."""
         async with self.fetched(update) as local:
-            await self.engine.update_weights(local, mode)
+            await self.started().update_weights(local, mode)
 
     @asynccontextmanager
     async def fetched(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
@@ -68,15 +99,16 @@ class EngineActor:
 
     async def version(self) -> int:
         """See `Engine`."""
-        return await self.engine.version()
+        return await self.started().version()
 
     async def stats(self) -> Mapping[str, float]:
         """See `Engine`."""
-        return await self.engine.stats()
+        return await self.started().stats()
 
     async def shutdown(self) -> None:
         """See `Engine`."""
-        await self.engine.shutdown()
+        if self.engine is not None:
+            await self.engine.shutdown()
         if self.receiver is not None:
             self.receiver.close()
 
@@ -151,22 +183,18 @@ class RemoteEngine:
         return await call(self.name, reference, timeout_s, lost=EngineLostError)
 
 
-def start_engine(config: RunConfig, model_path: str, index: int) -> RemoteEngine:
+def start_engine(config: RunConfig, model_path: str | None, index: int) -> RemoteEngine:
     """Place one engine; its model loads when `start` of the actor is called."""
     from tidemill.rollout.engine import engine_environment
 
-    shell = engine_shell(EngineActor, gpus_per_engine(config), engine_environment(config.rollout))
-    actor = shell.remote(config, model_path, index)
+    place = engine_place(config)
+    environment = engine_environment(config.rollout, place.gpus)
+    if model_path is None:
+        del environment["HF_HUB_OFFLINE"]  # the actor goes online for the model, and offline again when it loads it
+    actor = engine_shell(EngineActor, place, environment).remote(config, model_path, index)
     return RemoteEngine(f"engine {index}", actor)
 
 
-def engine_shell(actor: type[EngineActor], gpus: int, environment: Mapping[str, str]) -> Any:
+def engine_shell(actor: type[EngineActor], place: Place, environment: Mapping[str, str]) -> Any:
     """The Ray class of an engine, with so many open calls that control calls pass any crowd of generations."""
-    return ray.remote(actor).options(
-        num_cpus=0, num_gpus=gpus, max_concurrency=MAX_CALLS, runtime_env={"env_vars": dict(environment)}
-    )
-
-
-def gpus_per_engine(config: RunConfig) -> int:
-    """GPUs that Ray reserves for an engine: none on a cluster without any."""
-    return config.rollout.tensor_parallel_size if cluster_resources().get("GPU") else 0
+    return ray.remote(actor).options(max_concurrency=MAX_CALLS, **place.options(environment))

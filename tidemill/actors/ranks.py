@@ -1,4 +1,4 @@
-"""The data-parallel trainer ranks, each in a process of its own."""
+"""The trainer ranks, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from tidemill.actors.call import IO, call
-from tidemill.cluster.local import cluster_resources, weights_folder
+from tidemill.actors.placement import rank_place
+from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery
-from tidemill.records import Float32Array, Group, Int32Array
+from tidemill.records import Float32Array, Int32Array
+from tidemill.store.lease import Claim, Fence
+from tidemill.store.locate import model_here
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import open_store
 from tidemill.sync.manifest import weights_prefix
@@ -35,28 +37,43 @@ IO_TIMEOUT_S = 3600.0  # of a checkpoint or a model on its way to or from the st
 
 
 class RankActor:
-    """One trainer rank: its shard of the work, and on rank 0 the checkpoints."""
+    """One trainer rank: its share of work and parameters, and on rank 0 the checkpoints.
+
+    Args:
+        config: of the run.
+        model_path: folder of the model; None has it brought to this pod, see `store.locate.model_here`.
+        rank: of this process.
+        claim: to the lease without which nothing is written to the store; None needs none.
+    """
 
     policy: PolicyRank
 
-    def __init__(self, config: RunConfig, model_path: str, rank: int, init_method: str | None) -> None:
-        self.config, self.model_path, self.rank, self.init_method = config, model_path, rank, init_method
+    def __init__(self, config: RunConfig, model_path: str | None, rank: int, claim: Claim | None) -> None:
+        self.config, self.model_path, self.rank, self.claim = config, model_path, rank, claim
         self.staging = config.folder / f"staging-{rank}"  # not in /tmp: what a killed run leaves there is huge
         self.publisher = WeightPublisher(weights_prefix(config.name), config.sync.full_every)
 
-    def load(self) -> None:
-        """Load the policy; not in the constructor, whose errors would look like the death of a process."""
+    def meeting_place(self) -> str:
+        """An address of this pod where the ranks can meet."""
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
+
+    def load(self, init_method: str | None) -> None:
+        """Load the policy; not in the constructor, whose errors would look like the death of a process.
+
+        Args:
+            init_method: where the ranks meet, if there are several.
+        """
         from tidemill.train.policy import PolicyRank
         from tidemill.train.world import World
 
         self.policy = PolicyRank(
-            self.model_path,
+            self.model_path or str(model_here(self.config).path),
             self.config.trainer,
             self.config.algorithm,
             temperature=self.config.rollout.temperature,
             steps_per_version=self.config.asynchrony.trigger_parameter_sync_step,
             seed=self.config.seed,
-            world=World(self.rank, self.config.trainer.ranks, self.init_method),
+            world=World(self.rank, self.config.trainer.ranks, init_method),
         )
 
     def update(self, batches: Sequence[MicroBatch], denominator: float, version: int) -> dict[str, float]:
@@ -68,14 +85,17 @@ class RankActor:
         return self.policy.score(token_ids)
 
     def export(self, path: str) -> int:
-        """Write the weights for the engines, in the engines' precision; returns the bytes."""
+        """Write the weights for the engines, in the engines' precision; returns the bytes. See `PolicyRank.export`."""
         from tidemill.train.precision import compute_dtype
 
         dtype = compute_dtype(self.config.rollout.dtype, self.policy.device)
         return self.policy.export(path, dtype)
 
-    def publish_weights(self, version: int) -> Publication:
-        """Export, and upload as `version`; see `sync.publisher`."""
+    def publish_weights(self, version: int) -> Publication | None:
+        """Export, and upload as `version`, see `sync.publisher`; ranks other than 0 only take part in the export."""
+        if self.rank:
+            self.export("")
+            return None
         folder, timings = weights_folder(self.config), Timings()
         folder.mkdir(parents=True, exist_ok=True)
         check_room(folder, self.publisher.nbytes)
@@ -83,22 +103,30 @@ class RankActor:
         with timings.phase("sync_write"):
             self.export(str(path))
         with timings.phase("sync_upload"), self.store() as store:
+            self.check_lease(store)
             publication = self.publisher.publish(store, version, path)
         return replace(publication, metrics={**publication.metrics, **timings.metrics()})
 
     def republish_weights(self) -> Publication:
         """Upload the newest version again, as a full snapshot."""
         with self.store() as store:
+            self.check_lease(store)
             return self.publisher.snapshot(store)
+
+    def check_lease(self, store: ObjectStore) -> None:
+        """See `Fence.check`."""
+        if self.claim is not None:
+            Fence(store, self.config.name, self.claim).check()
 
     def store(self) -> AbstractContextManager[ObjectStore]:
         """The run's object store."""
         return open_store(self.config.store, self.config.output)
 
     def snapshot(self) -> None:
-        """Write everything a restart needs to the staging folder; training may go on when this returns."""
-        shutil.rmtree(self.staging, ignore_errors=True)
-        self.staging.mkdir(parents=True)
+        """Rank 0 writes everything a restart needs to its staging folder; training may go on when this returns."""
+        if self.rank == 0:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self.staging.mkdir(parents=True)
         self.policy.save_state(self.staging)
 
     @ray.method(concurrency_group=IO)
@@ -115,10 +143,12 @@ class RankActor:
             checkpoints.load(version, Path(folder))
             self.policy.load_state(Path(folder))
 
-    def publish_model(self, version: int) -> str:
-        """Write the Hugging Face folder of the policy to the run's folder and to the store; returns its URI."""
+    def publish_model(self, version: int) -> str | None:
+        """Write the Hugging Face folder of the policy to the run's folder and to the store; rank 0 returns its URI."""
         folder = self.config.folder / "model"
         self.policy.save_model(folder)
+        if self.rank:
+            return None
         with self.checkpoints() as checkpoints:
             uri: str = checkpoints.publish_model(version, folder)
             return uri
@@ -127,12 +157,12 @@ class RankActor:
         """The run's checkpoints, as a context manager."""
         from tidemill.store.checkpoint import open_checkpoints
 
-        return open_checkpoints(self.config)
+        return open_checkpoints(self.config, self.claim)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRanks:
-    """The trainer ranks; what only one has to do, rank 0 does.
+    """The trainer ranks. What needs the parameters all do, what only one has to do rank 0 does.
 
     Attributes:
         actors: of all ranks.
@@ -144,7 +174,9 @@ class RemoteRanks:
 
     async def load(self) -> None:
         """Load the policy on every rank; the caller has the deadline."""
-        await self.all("load", timeout_s=None)
+        several = len(self.actors) > 1
+        where = await self.first("meeting_place", timeout_s=None) if several else None
+        await self.all("load", where, timeout_s=None)
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
@@ -157,17 +189,17 @@ class RemoteRanks:
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """Log-probs of the present parameters; the synchronizer has the deadline, as for `export`."""
-        scores: Float32Array = await self.first("score", token_ids, timeout_s=None)
+        scores: Float32Array = await self.all("score", token_ids, timeout_s=None)
         return scores
 
     async def export(self, path: Path) -> int:
         """Write the weights for the engines; returns the bytes."""
-        nbytes: int = await self.first("export", str(path), timeout_s=None)
+        nbytes: int = await self.all("export", str(path), timeout_s=None)
         return nbytes
 
     async def publish_weights(self, version: int) -> Publication:
         """Bring the weights to the object store; the synchronizer has the deadline, as for `export`."""
-        publication: Publication = await self.first("publish_weights", version, timeout_s=None)
+        publication: Publication = await self.all("publish_weights", version, timeout_s=None)
         return publication
 
     async def republish_weights(self) -> Publication:
@@ -177,7 +209,7 @@ class RemoteRanks:
 
     async def snapshot(self) -> None:
         """Stage a checkpoint."""
-        await self.first("snapshot", timeout_s=IO_TIMEOUT_S)
+        await self.all("snapshot", timeout_s=IO_TIMEOUT_S)
 
     async def upload(self, version: int, state: Mapping[str, object]) -> str:
         """Commit the staged checkpoint; returns its URI."""
@@ -190,32 +222,27 @@ class RemoteRanks:
 
     async def publish_model(self, version: int) -> str:
         """Export the policy as a Hugging Face folder; returns its URI."""
-        uri: str = await self.first("publish_model", version, timeout_s=IO_TIMEOUT_S)
+        uri: str = await self.all("publish_model", version, timeout_s=IO_TIMEOUT_S)
         return uri
 
     async def first(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
         """Call rank 0."""
         return await call("trainer rank 0", getattr(self.actors[0], method).remote(*arguments), timeout_s)
 
-    async def all(self, method: str, *arguments: object, timeout_s: float | None) -> None:
-        """Call every rank at once."""
+    async def all(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
+        """Call every rank at once; returns what rank 0 answers."""
         pending = [getattr(actor, method).remote(*arguments) for actor in self.actors]
-        await asyncio.gather(*(call(f"trainer rank {rank}", p, timeout_s) for rank, p in enumerate(pending)))
+        answers = await asyncio.gather(*(call(f"trainer rank {rank}", p, timeout_s) for rank, p in enumerate(pending)))
+        return answers[0]
 
 
-def start_ranks(config: RunConfig, model_path: str) -> RemoteRanks:
-    """Place the trainer ranks; they meet at a port of the first one's host when there are several."""
-    world = config.trainer.ranks
-    init_method = f"tcp://{ray.util.get_node_ip_address()}:{free_port()}" if world > 1 else None
+def start_ranks(config: RunConfig, model_path: str | None, claim: Claim | None = None) -> RemoteRanks:
+    """Place the trainer ranks; see `RankActor`."""
     # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise; threads that spin would take the cores from the engines.
     threads = config.trainer.threads or len(os.sched_getaffinity(0))
-    options = {
-        "num_cpus": 0,
-        "num_gpus": 1 if cluster_resources().get("GPU") else 0,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
-    }
+    options = rank_place(config).options({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
     shell = ray.remote(concurrency_groups={IO: 1}, **options)(RankActor)
-    actors = tuple(shell.remote(config, model_path, rank, init_method) for rank in range(world))
+    actors = tuple(shell.remote(config, model_path, rank, claim) for rank in range(config.trainer.ranks))
     return RemoteRanks(actors, config.trainer.get_timeout_s)
 
 
@@ -225,9 +252,3 @@ def free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-async def fetch_groups(deliveries: Sequence[Delivery[Any]]) -> list[Group]:
-    """Bring the payloads of a lease here and decode them."""
-    blobs = await asyncio.gather(*(call("the object store", delivery.payload) for delivery in deliveries))
-    return [Group.from_bytes(blob) for blob in blobs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ import ray
 
 from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
 from tidemill.actors.engine import RemoteEngine
+from tidemill.actors.placement import service_place
 from tidemill.config import RunConfig
-from tidemill.protocols import Engine, Evaluation
+from tidemill.protocols import Engine, Evaluation, Loads
 from tidemill.records import Int32Array
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import (
@@ -26,6 +28,7 @@ from tidemill.rollout.prompts import (
 )
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rollouter import Rollouter
+from tidemill.store.locate import Locator, model_here
 
 MAX_REWARD_WORKERS = 32
 
@@ -35,12 +38,12 @@ class RolloutActor:
 
     prompts: PromptSet
     rewards: RewardPool
-    rollouter: Rollouter[Any]
+    rollouter: Rollouter
 
     def __init__(
         self,
         config: RunConfig,
-        model_path: str,
+        model_path: str | None,
         engines: Sequence[RemoteEngine],
         queue: Any,
         ledger: Mapping[str, object] | None,
@@ -52,9 +55,11 @@ class RolloutActor:
 
     async def start(self) -> None:
         """Read the prompts and start the reward workers; not in the constructor, whose errors look like its death."""
-        config, tokenizer = self.config, load_tokenizer(self.model_path)
-        self.prompts = load_prompts(config.data, tokenizer, config.seed)
-        held_out = load_held_out(config.data, tokenizer, config.seed)
+        config = self.config
+        tokenizer = load_tokenizer(self.model_path or (await asyncio.to_thread(model_here, config)).path)
+        fetch = Locator.of(config).fetch_file
+        self.prompts = load_prompts(config.data, tokenizer, config.seed, fetch)
+        held_out = load_held_out(config.data, tokenizer, config.seed, fetch)
         self.digests = data_digests(self.prompts, held_out)
         if self.restored is not None:
             check_same_data(config.data, self.restored, self.digests)
@@ -67,7 +72,6 @@ class RolloutActor:
             engines=self.engines,
             queue=self.queue,
             rewards=self.rewards,
-            store_payload=ray.put,
             decode=partial(decode, tokenizer),
             ledger=Ledger(total) if self.restored is None else Ledger.restore(self.restored, total),
             version=self.version,
@@ -97,6 +101,10 @@ class RolloutActor:
     async def ledger_state(self) -> Mapping[str, object]:
         """See `Generation`; with the digests of the data that its numbers stand for."""
         return {**await self.rollouter.ledger_state(), **self.digests}
+
+    async def loads(self) -> Loads:
+        """See `Generation`."""
+        return await self.rollouter.loads()
 
     async def add_engine(self, name: str, engine: Engine) -> None:
         """See `Rollouter`."""
@@ -180,6 +188,10 @@ class RemoteGeneration:
         """See `Generation`; every answer has `rollout.group_timeout_s` inside."""
         return await call("the rollouter", self.actor.evaluate.remote(version, engine), None)
 
+    async def loads(self) -> Loads:
+        """See `Generation`."""
+        return await call("the rollouter", self.actor.loads.remote())
+
     async def add_engine(self, name: str, engine: Engine) -> None:
         """See `rollout.fleet.Rotation`."""
         await call("the rollouter", self.actor.add_engine.remote(name, engine))
@@ -220,17 +232,13 @@ class RemoteGeneration:
 
 def start_rollouter(
     config: RunConfig,
-    model_path: str,
+    model_path: str | None,
     engines: Sequence[RemoteEngine],
     queue: Any,
     ledger: Mapping[str, object] | None,
     version: int,
 ) -> RemoteGeneration:
     """Place the rollouter."""
-    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
-    actor = (
-        ray.remote(RolloutActor)
-        .options(**options)
-        .remote(config, model_path, engines, queue, ledger, version, os.getcwd())
-    )
+    shell = ray.remote(RolloutActor).options(max_concurrency=MAX_CALLS, **service_place(config).options())
+    actor = shell.remote(config, model_path, engines, queue, ledger, version, os.getcwd())
     return RemoteGeneration(actor)

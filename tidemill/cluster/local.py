@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
@@ -59,12 +57,14 @@ def weights_folder(config: RunConfig) -> Path:
 
 @contextmanager
 def ray_session(config: RunConfig) -> Iterator[None]:
-    """Ray for the time of the body: started here for `local`, joined at RAY_ADDRESS for `existing`.
+    """Ray for the time of the body: started here for `local`, else joined at RAY_ADDRESS, which Ray sets for its jobs.
 
     Raises:
-        ConfigError: `existing` without RAY_ADDRESS.
+        ConfigError: no RAY_ADDRESS to join.
         RunError: Ray does not start, or nobody answers at RAY_ADDRESS.
     """
+    import ray  # inside, for the steps of a pipeline whose image is without it
+
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # What an actor leaves behind that is killed, such as the core of a vLLM engine, must not keep its GPU.
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "true")
@@ -73,7 +73,7 @@ def ray_session(config: RunConfig) -> Iterator[None]:
         if config.cluster.provider == "local":
             start_ray(config)
         else:
-            join_ray()
+            join_ray(config.cluster.provider)
         yield
     finally:
         ray.shutdown()
@@ -81,12 +81,16 @@ def ray_session(config: RunConfig) -> Iterator[None]:
 
 def cluster_resources() -> dict[str, float]:
     """What the Ray cluster that we are connected to has: `CPU`, `GPU`, `memory`, ..."""
+    import ray
+
     resources: dict[str, float] = ray.cluster_resources()
     return resources
 
 
 def start_ray(config: RunConfig) -> None:
     """Start a Ray of our own; it ends with this process."""
+    import ray
+
     try:
         ray.init(
             address="local",
@@ -99,13 +103,14 @@ def start_ray(config: RunConfig) -> None:
         raise RunError(f"Ray does not start on this machine: {error}") from error
 
 
-def join_ray() -> None:
+def join_ray(provider: str) -> None:
     """Join the cluster at RAY_ADDRESS."""
+    import ray
+
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        raise ConfigError(
-            "cluster.provider", "existing", "existing with RAY_ADDRESS set", "Set RAY_ADDRESS, or choose local."
-        )
+        fix = "Set RAY_ADDRESS, or choose local."
+        raise ConfigError("cluster.provider", provider, f"{provider} with RAY_ADDRESS set", fix)
     probe(address)
     try:
         ray.init(address=address, logging_level=logging.WARNING)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 
 PART_OF = "app.kubernetes.io/part-of"
 TIDEMILL = "tidemill"
@@ -17,6 +18,8 @@ HEARTBEAT = "tidemill.dev/heartbeat"
 """Annotation of a RayJob: when its watcher last looked, in seconds since 1970."""
 STOP = "tidemill.dev/stop"
 """Annotation of a RayJob: why it is to end after a checkpoint."""
+API_SERVER_LABEL = "tidemill.dev/api-server"
+"""Label of pods that the network policies of k8s/ let reach the API server."""
 LONGEST = 47
 """Characters of a RayJob's name: KubeRay makes longer ones from it."""
 DIGEST = 8
@@ -43,3 +46,9 @@ def job_name(run: str, attempt: int) -> str:
 def selector(run: str | None = None) -> str:
     """Label selector of the objects of one run, or of all."""
     return f"{PART_OF}={TIDEMILL}" + (f",{RUN_LABEL}={run}" if run else "")
+
+
+def attempt_of(labels: Mapping[str, str]) -> int:
+    """Number of the attempt that an object belongs to; 0 where its labels name none."""
+    number = labels.get(ATTEMPT_LABEL, "")
+    return int(number) if number.isdecimal() else 0

@@ -54,6 +54,22 @@ class StepFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class Activity:
+    """Who did what during an optimizer step; times are seconds since the epoch.
+
+    Attributes:
+        step: counted from 1.
+        phases: name, begin and end of every phase of the trainer.
+        loads: by engine, from when on it had how many requests in flight.
+    """
+
+    kind: ClassVar[str] = "activity"
+    step: int
+    phases: Sequence[Sequence[Any]]
+    loads: Mapping[str, Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationFinished:
     """A policy was scored on the held-out prompts.
 
@@ -93,9 +109,9 @@ class PhaseFailed:
     time: float = field(default_factory=clock.time)
 
 
-Event = PhaseStarted | StepFinished | EvaluationFinished | Notice | PhaseFailed
+Event = PhaseStarted | StepFinished | Activity | EvaluationFinished | Notice | PhaseFailed
 KINDS: Mapping[str, type[Event]] = {
-    event.kind: event for event in (PhaseStarted, StepFinished, EvaluationFinished, Notice, PhaseFailed)
+    event.kind: event for event in (PhaseStarted, StepFinished, Activity, EvaluationFinished, Notice, PhaseFailed)
 }
 
 

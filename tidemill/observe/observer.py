@@ -8,8 +8,18 @@ from dataclasses import asdict, dataclass, field
 
 from tidemill.config import RunConfig
 from tidemill.observe.aggregate import MetricsAggregator
-from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseStarted, StepFinished
-from tidemill.protocols import Evaluation
+from tidemill.observe.events import (
+    Activity,
+    EvaluationFinished,
+    EventLog,
+    Notice,
+    PhaseStarted,
+    StepFinished,
+    read_events,
+)
+from tidemill.observe.timeline import newest_attempt, svg
+from tidemill.observe.timings import Timings
+from tidemill.protocols import Evaluation, Loads
 from tidemill.store.tracking import Tracker
 from tidemill.train.trainer import Metrics, Position
 
@@ -39,6 +49,15 @@ class RunObserver:
                 position.step, self.config.trainer.steps, position.version, metrics["time/step"], metrics, time.time()
             )
         )
+
+    def active(self, step: int, timings: Timings, loads: Loads) -> None:
+        """See `train.trainer.Observer`."""
+        self.log.write(Activity(step, timings.dated(time.time()), loads))
+
+    def picture(self) -> None:
+        """Store the timeline of this attempt, if it trained anything."""
+        if activities := newest_attempt(read_events(self.log.path)):
+            self.tracker.log_text(svg(activities), "timeline.svg")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """See `train.trainer.Observer`."""

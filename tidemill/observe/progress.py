@@ -65,7 +65,7 @@ class Progress:
             self.phase(event)
         elif isinstance(event, Notice):
             self.line(Text(f"warning: {event.text}", style="yellow"))
-        else:
+        elif isinstance(event, PhaseFailed):
             self.failed = event
 
     def phase(self, event: PhaseStarted) -> None:

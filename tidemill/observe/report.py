@@ -61,6 +61,7 @@ class Summary:
         phase_seconds: wall time by phase.
         metrics: those of all optimizer steps together, by the rules of `observe.aggregate`; of the last attempt.
         missing: why a value is None, by its name.
+        stopped: why the run was ended before its last step; None if it was not.
     """
 
     steps: int
@@ -83,6 +84,7 @@ class Summary:
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
+    stopped: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON value."""
@@ -193,6 +195,8 @@ def run_table(summary: Summary) -> Table:
     table.add_column(overflow="fold")
     steps = f"{summary.steps} in {duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})"
     table.add_row("steps", steps)
+    if summary.stopped is not None:
+        table.add_row("stopped early", Text(summary.stopped))
     table.add_row("trained tokens/s", f"{summary.tokens_per_second:,.0f}")
     for label, name in (("trainer idle", "trainer_idle"), ("rollouter idle", "rollouter_idle")):
         table.add_row(label, value_or_reason(summary, name, "{:.1%}"))

@@ -10,10 +10,17 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds spent in each phase; a phase entered twice adds up, one that fails counts too."""
+    """Seconds spent in each phase; a phase entered twice adds up, one that fails counts too.
+
+    Attributes:
+        clock: monotonic seconds.
+        seconds: by phase.
+        intervals: name, begin and end of every phase by the clock, in the order of their ends.
+    """
 
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
+    intervals: list[tuple[str, float, float]] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -22,7 +29,14 @@ class Timings:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start
+            end = self.clock()
+            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+            self.intervals.append((name, start, end))
+
+    def dated(self, now: float) -> list[tuple[str, float, float]]:
+        """The intervals in seconds since the epoch, where it is `now`."""
+        offset = now - self.clock()
+        return [(name, start + offset, end + offset) for name, start, end in self.intervals]
 
     def metrics(self) -> dict[str, float]:
         """The phases as `time/NAME` in seconds."""

@@ -1,7 +1,8 @@
-"""What the rollout side reports: idle time and the tally of finished groups since the last report."""
+"""What the rollout side reports since the last report: idle time, requests in flight, the tally of finished groups."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -10,6 +11,7 @@ import numpy as np
 from tidemill.records import Group
 
 Clock = Callable[[], float]
+RESOLUTION_S = 0.02  # changes that lie closer together become one, so that a large run stays readable
 
 
 class IdleMeter:
@@ -61,6 +63,31 @@ class IdleMeter:
         if self._active == 0:
             self._idle += now - self._since
         self._since = now
+
+
+class LoadMeter:
+    """How many requests each engine has in flight, over time.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, clock: Clock = time.time) -> None:
+        self._clock = clock
+        self._changes: dict[str, list[tuple[float, int]]] = {}
+
+    def note(self, engine: str, requests: int) -> None:
+        """From now on so many."""
+        changes, now = self._changes.setdefault(engine, []), self._clock()
+        if changes and now - changes[-1][0] < RESOLUTION_S:
+            changes[-1] = (changes[-1][0], requests)
+        else:
+            changes.append((now, requests))
+
+    def take(self) -> dict[str, list[tuple[float, int]]]:
+        """Since the last report, by engine: from when on it has how many in flight; starts anew."""
+        changes, self._changes = self._changes, {}
+        return changes
 
 
 class Tally:

@@ -5,7 +5,8 @@ What a weight update does to requests in flight, by pause mode:
 keep: they stop between two decoding steps and go on with their tokens and their KV cache, which the old weights
     computed. (vLLM's `clear_cache=True` would preempt them and compute all KV again with the new weights: exact, and a
     prefill of everything in flight.) The prefix cache cannot be emptied while they hold blocks of it, so every request
-    carries its version as cache salt: a request that comes after the update never sees KV from before it.
+    carries its version as cache salt: a request that comes after the update never sees KV from before it, unless
+    `sync.keep_prefix_cache` asks for that.
 abort: vLLM ends them; `generate` submits prompt and tokens so far again with what is left of the budget.
 wait: they finish first.
 """
@@ -45,12 +46,21 @@ class VllmEngine:
         max_prompt_tokens: longest prompt.
         seed: of the sampler.
         weight_transport: `sync.transport`.
+        keep_prefix_cache: `sync.keep_prefix_cache`.
     """
 
     def __init__(
-        self, model_path: str, rollout: RolloutConfig, max_prompt_tokens: int, seed: int, weight_transport: str
+        self,
+        model_path: str,
+        rollout: RolloutConfig,
+        max_prompt_tokens: int,
+        seed: int,
+        weight_transport: str,
+        *,
+        keep_prefix_cache: bool = False,
     ) -> None:
         self._model_path, self._rollout, self._seed, self._transport = model_path, rollout, seed, weight_transport
+        self._keep_prefix_cache = keep_prefix_cache
         self._max_prompt_tokens = max_prompt_tokens
         self._llm: Any = None
         self._context = 0
@@ -196,7 +206,8 @@ class VllmEngine:
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
 
-        prompt = {"prompt_token_ids": token_ids, "cache_salt": str(self._version)}
+        salt = {} if self._keep_prefix_cache else {"cache_salt": str(self._version)}
+        prompt = {"prompt_token_ids": token_ids, **salt}
         try:
             # Streaming with n > 1 would return in the end only the samples that ended last.
             parameters = SamplingParams(**options, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -255,7 +266,7 @@ class VllmEngine:
         self._open.clear()
         try:
             async with asyncio.timeout(limit):
-                await llm.pause_generation(mode=mode, clear_cache=mode != "keep")
+                await llm.pause_generation(mode=mode, clear_cache=mode != "keep" and not self._keep_prefix_cache)
                 await self._load_weights(llm, update)
         except TimeoutError as error:
             raise EngineError(f"the engine did not load version {update.version} within {limit:g} s") from error

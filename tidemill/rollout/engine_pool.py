@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tidemill.errors import EngineError, EngineLostError
 from tidemill.protocols import Engine
+from tidemill.rollout.activity import LoadMeter
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class EnginePool:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._seats = {f"engine {n}": Seat(f"engine {n}", engine) for n, engine in enumerate(engines)}
         self._changed = asyncio.Event()
+        self.loads = LoadMeter()
 
     def __len__(self) -> int:
         return len(self._open())
@@ -103,6 +105,7 @@ class EnginePool:
             raise EngineLostError(f"{name or 'every engine'} is lost")
         seat = min(seats, key=lambda seat: (seat.failures, seat.load))
         seat.load += 1
+        self.loads.note(seat.name, seat.load)
         try:
             yield seat
         except EngineLostError as error:
@@ -116,6 +119,7 @@ class EnginePool:
             seat.finished += 1
         finally:
             seat.load -= 1
+            self.loads.note(seat.name, seat.load)
             self._change()
 
     def lost(self) -> Mapping[str, str]:

@@ -18,8 +18,13 @@ CPU_STEP_TOKENS = 512
 SINGLE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
-def engine_environment(rollout: RolloutConfig) -> dict[str, str]:
-    """Environment variables that must stand before vLLM is imported, in the engine's process."""
+def engine_environment(rollout: RolloutConfig, gpus: int = 0) -> dict[str, str]:
+    """Environment variables that must stand before vLLM is imported, in the engine's process.
+
+    Args:
+        rollout: the settings of the run.
+        gpus: that the engine gets, where it may run on another machine than this one.
+    """
     import torch
 
     threads = rollout.threads or len(os.sched_getaffinity(0))
@@ -34,7 +39,7 @@ def engine_environment(rollout: RolloutConfig) -> dict[str, str]:
         # Without it vLLM pins threads to cores, all engines and the trainer to the same ones.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    if not torch.cuda.is_available():
+    if not gpus and not torch.cuda.is_available():
         # On the CPU, compiling takes 17 s and g++ at run time, and gains nothing.
         environment["TORCH_COMPILE_DISABLE"] = "1"
     return environment

@@ -17,7 +17,7 @@ import numpy as np
 
 from tidemill.errors import ConfigError, DataError, ModelError
 from tidemill.records import Int32Array, Prompt
-from tidemill.rollout.sources import Row, load_rows
+from tidemill.rollout.sources import Fetch, Row, load_rows
 from tidemill.sections import DataConfig
 
 KEPT_EPOCHS = 2  # the present one, and the one before it for prompts that are issued again
@@ -189,16 +189,16 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def load_prompts(config: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptSet:
-    """The training prompts of a config."""
-    return PromptSet(load_rows(config.train, config), tokenizer, config, seed)
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, seed: int, fetch: Fetch | None = None) -> PromptSet:
+    """The training prompts of a config; see `sources.load_rows`."""
+    return PromptSet(load_rows(config.train, config, fetch=fetch), tokenizer, config, seed)
 
 
-def load_held_out(config: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptSet | None:
+def load_held_out(config: DataConfig, tokenizer: Tokenizer, seed: int, fetch: Fetch | None = None) -> PromptSet | None:
     """The held-out prompts of a config, if it names any."""
     if config.held_out is None:
         return None
-    return PromptSet(load_rows(config.held_out, config, "data.held_out"), tokenizer, config, seed)
+    return PromptSet(load_rows(config.held_out, config, "data.held_out", fetch), tokenizer, config, seed)
 
 
 def data_digests(train: PromptSet, held_out: PromptSet | None) -> dict[str, str | None]:

@@ -12,13 +12,13 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Generic
+from typing import Any
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
-from tidemill.protocols import Delivery, Engine, Evaluation, Queue, Ref
+from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
 from tidemill.rollout.activity import Clock, IdleMeter, Tally
 from tidemill.rollout.admission import Admission
@@ -37,7 +37,7 @@ PUT_TIMEOUT_S = 1.0  # of one attempt; between two it is seen whether the group 
 TICK_S = 1.0  # between two looks at a run in which nothing happens
 
 
-class Rollouter(Generic[Ref]):
+class Rollouter:
     """The rollout side of a run: implements `protocols.Generation`.
 
     The trainer must call `mark_trained` for what it trained before `begin_version` of the resulting version.
@@ -49,7 +49,6 @@ class Rollouter(Generic[Ref]):
         engines: at least one; named "engine 0", "engine 1", ... as in `Synchronizer`.
         queue: to the trainer.
         rewards: scores responses.
-        store_payload: puts an encoded group where the trainer can read it.
         decode: response tokens to text.
         ledger: new, or restored from a checkpoint.
         version: the version that the engines sample from at the start.
@@ -63,9 +62,8 @@ class Rollouter(Generic[Ref]):
         held_out: PromptSet | None,
         *,
         engines: Sequence[Engine],
-        queue: Queue[Ref],
+        queue: Queue[Any],
         rewards: Scorer,
-        store_payload: Callable[[bytes], Ref],
         decode: Decode,
         ledger: Ledger,
         version: int,
@@ -80,7 +78,7 @@ class Rollouter(Generic[Ref]):
         self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
         self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
-        self._store, self._tally = store_payload, Tally()
+        self._tally = Tally()
         self._flights: dict[int, Flight] = {}
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
@@ -192,7 +190,7 @@ class Rollouter(Generic[Ref]):
     async def _put(self, flight: Flight, group: Group) -> None:
         """It counts as queued from the first attempt on: the trainer may be done with it before we hear of it."""
         payload = group.to_bytes()
-        delivery = Delivery(group.header(len(payload)), self._store(payload))
+        delivery = Delivery(group.header(len(payload)), payload)
         self.ledger.queued(flight.uid)
         self._admission.queued[flight.uid] = group.oldest_version
         while not self._admission.too_old(group.oldest_version) and not self._stopping:
@@ -338,6 +336,10 @@ class Rollouter(Generic[Ref]):
     async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
         return await self._evaluator.evaluate(version, engine)
+
+    async def loads(self) -> Loads:
+        """Requests in flight since the last call; see `LoadMeter.take`."""
+        return self._engines.loads.take()
 
     async def stats(self) -> Mapping[str, float]:
         """`idle`, `engines`, groups by stage, what `Tally.take` returns, and the ledger's counts as `ledger/NAME`."""

@@ -1,4 +1,4 @@
-"""Prompt sources: read rows from a file, a dataset hub or a task generator.
+"""Prompt sources: read rows from a file here or in the object store, a dataset hub or a task generator.
 
 A row is a plain dict of JSON values. Every row has a non-empty prompt: a string, or chat messages.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -20,29 +21,36 @@ from tidemill.sections import DataConfig
 
 Row = dict[str, Any]
 Located = tuple[str, Any]
+Fetch = Callable[[str, Path], None]
+"""Brings the object `s3://bucket/key` to a file: `store.locate.Locator.fetch_file`."""
 
-FORMS = "a .jsonl or .parquet file, hf://DATASET:SPLIT[?OPTION=VALUE], or reasoning_gym://TASK[?OPTION=VALUE]"
+FORMS = (
+    "a .jsonl or .parquet file, here or s3://BUCKET/KEY, hf://DATASET:SPLIT[?OPTION=VALUE], or "
+    "reasoning_gym://TASK[?OPTION=VALUE]"
+)
 
 
-def load_rows(source: str, config: DataConfig, key: str = "data.train") -> list[Row]:
+def load_rows(source: str, config: DataConfig, key: str = "data.train", fetch: Fetch | None = None) -> list[Row]:
     """Read and check all rows of a source.
 
     Args:
         source: what `data.train` or `data.held_out` holds.
         config: names of the columns.
         key: the setting that `source` stands in, for messages.
+        fetch: of the run's object store, for sources that lie there.
 
     Raises:
         DataError: naming the source and the line or row.
         ConfigError: the form of the source is unknown, or needs a library that is not installed.
+        StoreError: the object store does not answer.
     """
-    rows = [check_row(row, where, config.prompt_key) for where, row in located_rows(source, config, key)]
+    rows = [check_row(row, where, config.prompt_key) for where, row in located_rows(source, config, key, fetch)]
     if not rows:
         raise DataError(f"{source}: no prompts in it; {key} needs at least one")
     return rows
 
 
-def located_rows(source: str, config: DataConfig, key: str) -> Iterable[Located]:
+def located_rows(source: str, config: DataConfig, key: str, fetch: Fetch | None) -> Iterable[Located]:
     """Rows with the place that each came from."""
     scheme, separator, rest = source.partition("://")
     if separator and scheme in ("hf", "reasoning_gym"):
@@ -50,11 +58,28 @@ def located_rows(source: str, config: DataConfig, key: str) -> Iterable[Located]
         options = query_options(query, key, source)
         return hub_rows(name, options, key) if scheme == "hf" else task_rows(name, options, config, key)
     path = Path(source)
-    if separator or path.suffix not in (".jsonl", ".parquet"):
+    if scheme not in ("s3", source) or path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(key, source, FORMS, "Convert the file, or mend the name.")
+    if separator:
+        if fetch is None:
+            raise ConfigError(key, source, "a file of this machine: there is no object store to ask", "Bring it here.")
+        return stored_rows(source, fetch)
     if not path.is_file():
         raise DataError(f"{path}: no such file. Set {key} to a file that exists; relative names start at the config.")
-    return jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path)
+    return file_rows(path, source)
+
+
+def stored_rows(source: str, fetch: Fetch) -> Iterator[Located]:
+    """Rows of a file in the object store."""
+    with TemporaryDirectory(prefix="tidemill-prompts-") as folder:
+        path = Path(folder) / f"prompts{Path(source).suffix}"
+        fetch(source, path)
+        yield from file_rows(path, source)
+
+
+def file_rows(path: Path, name: str) -> Iterator[Located]:
+    """Rows of a file that messages call by `name`."""
+    return jsonl_rows(path, name) if path.suffix == ".jsonl" else parquet_rows(path, name)
 
 
 def query_options(query: str, key: str, source: str) -> dict[str, Any]:
@@ -70,28 +95,28 @@ def query_options(query: str, key: str, source: str) -> dict[str, Any]:
         raise ConfigError(key, source, FORMS, f"Mend what follows the question mark: {error}.") from error
 
 
-def jsonl_rows(path: Path) -> Iterator[Located]:
+def jsonl_rows(path: Path, name: str) -> Iterator[Located]:
     """One JSON object a line; blank lines are allowed."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                yield f"{path}:{number}", json.loads(line)
+                yield f"{name}:{number}", json.loads(line)
             except ValueError as error:
-                raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
+                raise DataError(f"{name}:{number}: not valid JSON: {error}") from error
 
 
-def parquet_rows(path: Path) -> Iterator[Located]:
+def parquet_rows(path: Path, name: str) -> Iterator[Located]:
     """Rows of a parquet file, numbered from 1; values that JSON lacks, such as dates, become strings."""
     pyarrow = import_library("pyarrow", "pyarrow")
     parquet = import_library("pyarrow.parquet", "pyarrow")
     try:
         table = parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file: {error}") from error
+        raise DataError(f"{name}: not a readable parquet file: {error}") from error
     for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"{path}: row {number}", as_json(row)
+        yield f"{name}: row {number}", as_json(row)
 
 
 def hub_rows(address: str, options: Mapping[str, Any], key: str) -> Iterator[Located]:

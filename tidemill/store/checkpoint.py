@@ -10,22 +10,23 @@ never overwrite parts, and replacing one manifest is atomic in S3.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tidemill.config import RunConfig
 from tidemill.errors import CheckpointError, StoreError
+from tidemill.store.commit import FORMAT, Manifest, Nowhere, check_same
+from tidemill.store.lease import Claim, Fence
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
 from tidemill.store.server import open_store, store_folder
 
-FORMAT = 1
 STATE = "state.json"
 MANIFEST = "manifest.json"
 VERSION_FOLDER = re.compile(r"^(\d{8,})/")
@@ -33,50 +34,12 @@ VERSION_FOLDER = re.compile(r"^(\d{8,})/")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a commit consists of.
-
-    Attributes:
-        format: of the manifest itself.
-        run: name of the run.
-        version: policy version.
-        folder: key below which the parts lie.
-        parts: name below `folder`, size in bytes and SHA-256 of each.
-    """
-
-    format: int
-    run: str
-    version: int
-    folder: str
-    parts: tuple[StoredObject, ...]
-
-    def to_json(self) -> bytes:
-        """As it is stored."""
-        return json.dumps(asdict(self), indent=1).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Manifest:
-        """Parse what `to_json` gave.
-
-        Raises:
-            CheckpointError: it is not a manifest of this format.
-        """
-        try:
-            tree = json.loads(data)
-            if tree["format"] != FORMAT:
-                raise CheckpointError(f"its format is {tree['format']!r} and this Tidemill reads {FORMAT}")
-            parts = tuple(StoredObject(str(p["key"]), int(p["nbytes"]), str(p["sha256"])) for p in tree["parts"])
-            return cls(FORMAT, str(tree["run"]), int(tree["version"]), str(tree["folder"]), parts)
-        except (ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"its manifest is damaged ({error!r})") from error
-
-
 class Checkpoints:
-    """The commits of one run; `keep` of them stay."""
+    """The commits of one run; `keep` of them stay. With a claim nothing is committed without the run's lease."""
 
-    def __init__(self, store: ObjectStore, run_name: str, keep: int) -> None:
+    def __init__(self, store: ObjectStore, run_name: str, keep: int, claim: Claim | None = None) -> None:
         self.store, self.run_name, self.keep = store, run_name, keep
+        self.fence = None if claim is None else Fence(store, run_name, claim)
         self.prefix = f"runs/{run_name}/checkpoints"
 
     def commit(self, version: int, folder: Path, state: Mapping[str, object]) -> str:
@@ -86,8 +49,10 @@ class Checkpoints:
 
         Raises:
             StoreError: the store failed; the previous commit is intact.
-            CheckpointError: `state` is not JSON, or the folder has a file of the name that the state gets.
+            CheckpointError: `state` is not JSON, or the folder has a file of the name that the state gets; or a newer
+                attempt at the run has the lease.
         """
+        self.check_lease()
         encoded = encode_state(state)
         if (folder / STATE).exists():
             raise CheckpointError(f"{folder / STATE} stands where the run's state goes: rename it")
@@ -95,9 +60,22 @@ class Checkpoints:
         stored = [*self.store.upload_folder(folder, place), self.store.put_bytes(f"{place}/{STATE}", encoded)]
         parts = tuple(StoredObject(str(relative_path(s.key, place)), s.nbytes, s.sha256) for s in stored)
         manifest = Manifest(FORMAT, self.run_name, version, place, parts)
+        self.check_lease()  # again: the upload took its time
         self.store.put_bytes(self.manifest_key(version), manifest.to_json())
         self.retire(manifest)
         return self.store.uri(self.commit_prefix(version))
+
+    def check_lease(self) -> None:
+        """Refuse to write for an attempt whose place a newer one has taken.
+
+        Between this and the write after it the lease may still be lost. What is committed then is whole, of an older
+        attempt, and removed by the newer one's next commit.
+
+        Raises:
+            CheckpointError: naming the newer attempt.
+        """
+        if self.fence is not None:
+            self.fence.check()
 
     def latest(self) -> int | None:
         """The newest version with a manifest that can be read; None when nothing was ever committed.
@@ -124,24 +102,27 @@ class Checkpoints:
             CheckpointError: the commit does not exist, or a part is missing or not what was committed. Nothing of it
                 is left in `folder`.
         """
-        manifest = self.manifest(version)
-        listed = {item.key: item for item in self.store.list(manifest.folder)}
-        for part in manifest.parts:
-            self.check_listed(manifest, part, listed)
+        manifest = self.complete(version)
         written: list[Path] = []
         try:
             for part in manifest.parts:
                 path = folder / relative_path(part.key, "")
                 written.append(path)
                 self.fetch(manifest, part, path)
-            return self.read_state(manifest, folder / STATE)
+            path = folder / STATE
+            return self.parse_state(manifest, path.read_bytes() if path.exists() else b"")
         except BaseException:
             for path in written:
                 path.unlink(missing_ok=True)
             raise
 
-    def newest_valid(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest commit that is intact, warning of those that are not: (version, state), None without any.
+    def newest_valid(self) -> tuple[int, dict[str, Any]] | None:
+        """State of the newest commit that is intact, warning of those that are not; None without any.
+
+        Every byte is read and none is kept: who asks has no room for it, and may have no use for it.
+
+        Returns:
+            (version, state).
 
         Raises:
             CheckpointError: there are commits, and none is intact. Starting over in silence would be worse.
@@ -149,15 +130,28 @@ class Checkpoints:
         versions = self.versions()
         for version in versions:
             try:
-                return version, self.load(version, folder)
+                return version, self.verify(version)
             except CheckpointError as error:
                 log.warning("%s; falling back to the commit before it", error)
         if versions:
             raise self.nothing_intact(versions)
         return None
 
+    def verify(self, version: int) -> dict[str, Any]:
+        """Compare all parts of a commit with what was committed; returns the state.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        manifest, state = self.complete(version), io.BytesIO()
+        for part in manifest.parts:
+            key = f"{manifest.folder}/{part.key}"
+            check_same(part, self.store.receive(key, state if part.key == STATE else Nowhere()), self.store.uri(key))
+        return self.parse_state(manifest, state.getvalue())
+
     def publish_model(self, version: int, folder: Path) -> str:
         """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI."""
+        self.check_lease()
         prefix = f"runs/{self.run_name}/model/{version}"
         self.store.delete_prefix(prefix)
         self.store.upload_folder(folder, prefix)
@@ -181,6 +175,14 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {self.store.uri(key)} is of {manifest.run} version {manifest.version}")
         return manifest
 
+    def complete(self, version: int) -> Manifest:
+        """The manifest of a commit all of whose parts are there."""
+        manifest = self.manifest(version)
+        listed = {item.key: item for item in self.store.list(manifest.folder)}
+        for part in manifest.parts:
+            self.check_listed(manifest, part, listed)
+        return manifest
+
     def check_listed(self, manifest: Manifest, part: StoredObject, listed: Mapping[str, ListedObject]) -> None:
         """A part must exist in its size, before gigabytes are downloaded."""
         key = f"{manifest.folder}/{part.key}"
@@ -193,18 +195,14 @@ class Checkpoints:
 
     def fetch(self, manifest: Manifest, part: StoredObject, path: Path) -> None:
         """Download one part and compare it with what was committed."""
-        got = self.store.get_file(f"{manifest.folder}/{part.key}", path)
-        if (got.nbytes, got.sha256) != (part.nbytes, part.sha256):
-            raise CheckpointError(
-                f"checkpoint part {self.store.uri(got.key)} is damaged: {got.nbytes} bytes with SHA-256 {got.sha256}, "
-                f"committed were {part.nbytes} with {part.sha256}"
-            )
+        key = f"{manifest.folder}/{part.key}"
+        check_same(part, self.store.get_file(key, path), self.store.uri(key))
 
-    def read_state(self, manifest: Manifest, path: Path) -> dict[str, Any]:
-        """The run's state among the downloaded parts."""
-        if not path.exists():
+    def parse_state(self, manifest: Manifest, data: bytes) -> dict[str, Any]:
+        """The run's state, as it was among the parts."""
+        if not data:
             raise CheckpointError(f"checkpoint {self.store.uri(manifest.folder)} has no {STATE}")
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads(data)
         return state
 
     def retire(self, current: Manifest) -> None:
@@ -273,7 +271,7 @@ def encode_state(state: Mapping[str, object]) -> bytes:
 
 
 @contextmanager
-def open_checkpoints(config: RunConfig) -> Iterator[Checkpoints]:
+def open_checkpoints(config: RunConfig, claim: Claim | None = None) -> Iterator[Checkpoints]:
     """The checkpoints of a run, on the store that it is configured with."""
     with open_store(config.store, config.output) as store:
-        yield Checkpoints(store, config.name, config.checkpoint.keep)
+        yield Checkpoints(store, config.name, config.checkpoint.keep, claim)

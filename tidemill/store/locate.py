@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.config import RunConfig
-from tidemill.errors import ModelError, StoreError
+from tidemill.errors import DataError, ModelError, StoreError
 from tidemill.sections import StoreConfig
 from tidemill.store.models import ResolvedModel, default_cache, resolve_model
-from tidemill.store.object_store import parse_uri
+from tidemill.store.object_store import ObjectStore, parse_uri
 from tidemill.store.registry import model_source, pinned_uri
 from tidemill.store.server import open_store
 from tidemill.store.tracking import tracking_uri
@@ -64,6 +65,25 @@ class Locator:
 
         return resolve_model(name, default_cache(), fetch)
 
+    def fetch_file(self, uri: str, path: Path) -> None:
+        """Bring the object `s3://BUCKET/KEY` to a file.
+
+        Raises:
+            DataError: there is no such object, or the URI has another form.
+            StoreError: the store cannot be reached.
+        """
+        with open_store(self.store, self.output) as run_store:
+            try:
+                bucket, key = parse_uri(uri)
+            except StoreError as error:
+                raise DataError(str(error)) from error
+            store = ObjectStore(
+                run_store.client, run_store.endpoint, bucket
+            )  # which makes no bucket of a mistyped name
+            if not store.exists(key):
+                raise DataError(f"{uri}: no such object at {store.endpoint}. Upload it, or mend the name.")
+            store.get_file(key, path)
+
 
 def pin_model(config: RunConfig) -> RunConfig:
     """The settings with `models:/NAME@ALIAS` as `models:/NAME/VERSION`: an alias may move while the run goes on.
@@ -79,3 +99,22 @@ def pin_model(config: RunConfig) -> RunConfig:
 def locate_model(config: RunConfig) -> ResolvedModel:
     """The model that a run starts from; one of the store is brought to the run's folder."""
     return Locator.of(config).bring(config.model, config.folder / "start")
+
+
+def model_here(config: RunConfig) -> ResolvedModel:
+    """The model on the disk of this pod: whichever actor of the pod comes first brings it, the others find it.
+
+    A model of the store lies in the run's folder, with its name beside it once it is whole. A pod is made for one
+    attempt, so that the name stands for the same weights as long as the folder is there.
+    """
+    folder = config.folder / "start"
+    note = folder.with_suffix(".name")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if note.is_file() and note.read_text(encoding="utf-8") == config.model and folder.is_dir():
+            return resolve_model(str(folder), default_cache())
+        note.unlink(missing_ok=True)
+        model = locate_model(config)
+        note.write_text(config.model, encoding="utf-8")
+        return model

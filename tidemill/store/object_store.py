@@ -174,10 +174,11 @@ class ObjectStore:
             raise StoreError(f"{self.uri(prefix)} at {self.endpoint} does not exist: no object has this prefix")
         return tuple(self.get_file(item.key, folder / relative_path(item.key, prefix)) for item in listed)
 
-    def list(self, prefix: str) -> tuple[ListedObject, ...]:
-        """All objects below the folder `prefix` ("" is the whole bucket), ordered by key."""
+    def list(self, prefix: str, after: str = "") -> tuple[ListedObject, ...]:
+        """All objects below the folder `prefix` ("" is the whole bucket) with keys behind `after`, ordered by key."""
+        where = {"prefix": as_folder(prefix), "start_after": after or None, "recursive": True}
         with self.explained(self.uri(prefix)):
-            found = self.client.list_objects(bucket_name=self.bucket, prefix=as_folder(prefix), recursive=True)
+            found = self.client.list_objects(bucket_name=self.bucket, **where)
             listed = [ListedObject(item.object_name, item.size) for item in found if not item.is_dir]
         return tuple(sorted(listed, key=lambda item: item.key))
 
@@ -201,12 +202,11 @@ class ObjectStore:
         """Remove every object below the folder `prefix`; returns how many there were."""
         if not prefix.strip("/"):
             raise StoreError(f"refusing to delete all of bucket {self.bucket}: name a prefix")
-        listed = self.list(prefix)
+        doomed = [DeleteObject(item.key) for item in self.list(prefix)]
         with self.explained(self.uri(prefix)):
-            doomed = [DeleteObject(item.key) for item in listed]
             for failure in self.client.remove_objects(bucket_name=self.bucket, delete_object_list=doomed):
                 raise StoreError(f"cannot delete {self.uri(failure.name)} at {self.endpoint}: {failure.message}")
-        return len(listed)
+        return len(doomed)
 
     @contextmanager
     def explained(self, subject: str) -> Iterator[None]:

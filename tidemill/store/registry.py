@@ -1,11 +1,17 @@
-"""The model registry of MLflow: the gate before it, and the versions in it. Weights stay in the object store."""
+"""The model registry of MLflow: the gate before it, and the versions in it. Weights stay in the object store.
+
+A version that passes the gate gets the alias `registry.alias`; it becomes the `champion` if it also scores no less than
+the present one.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tidemill.config import RunConfig
@@ -13,6 +19,9 @@ from tidemill.errors import ModelError, StoreError
 from tidemill.store.tracking import git_revision, make_client, tracking_uri
 
 MODEL_URI = re.compile(r"^models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[A-Za-z][A-Za-z0-9_-]*))$")
+CHAMPION = "champion"
+PROMPTS = "tidemill.prompts"
+"""Tag of a registered model: the last prompts that continual training used for it."""
 MISSING = frozenset({"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"})
 
 
@@ -69,10 +78,70 @@ def register(config: RunConfig, source_uri: str, run_id: str, score: float | Non
     return str(version)
 
 
+def promote(config: RunConfig, version: str, before: float | None, score: float | None) -> tuple[bool, str]:
+    """Make a version the champion if it passes the gate against the present one; (whether it is, why).
+
+    The champion's score is the one that its version was registered with, where both were scored in the same way, or
+    `before`, where the run began with the champion.
+
+    Args:
+        config: of the run that made the version.
+        version: of `config.registered_model`.
+        before: held-out score of the model that the run began with.
+        score: of the version.
+
+    Raises:
+        StoreError: MLflow cannot be reached or refuses.
+    """
+    client, name = make_client(tracking_uri(config)), config.registered_model
+    from mlflow.exceptions import MlflowException
+
+    try:
+        champion = present_champion(client, name)
+        passed, reason = passes(config, champion, version, before, score)
+        if passed:
+            client.set_registered_model_alias(name, CHAMPION, version)
+    except MlflowException as error:
+        raise StoreError(f"{name}/{version} cannot be promoted at {tracking_uri(config)}: {error}") from error
+    return passed, reason
+
+
+def present_champion(client: Any, name: str) -> Any | None:
+    """The version that has the alias; None where no version has."""
+    aliases = client.get_registered_model(name).aliases
+    return client.get_model_version(name, aliases[CHAMPION]) if CHAMPION in aliases else None
+
+
+def passes(
+    config: RunConfig, champion: Any | None, version: str, before: float | None, score: float | None
+) -> tuple[bool, str]:
+    """Whether a version may take the champion's place, and why."""
+    if champion is None or str(champion.version) == version:
+        return True, "there is no other champion"
+    if config.model == f"models:/{champion.name}/{champion.version}":
+        there = before
+    else:
+        alike = champion.tags.get("scored_on") == scored_on(config)
+        there = float(champion.tags["score"]) if alike and "score" in champion.tags else None
+    if there is None or score is None:
+        return False, f"it cannot be compared with the champion {champion.version}, which was scored in another way"
+    return score >= there, f"it scores {score:.4g}, the champion {champion.version} {there:.4g}"
+
+
+def scored_on(config: RunConfig) -> str:
+    """What makes the held-out scores of two runs comparable, as a digest: prompts by their name, and rewards."""
+    tree = config.model_dump(mode="json", include={"data", "rewards", "evaluation"})
+    tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "shuffle", "epochs")}
+    tree["evaluation"] = tree["evaluation"]["max_prompts"]
+    answers = {"max_new_tokens": config.rollout.max_new_tokens, "stop": config.rollout.stop}
+    return hashlib.sha256(json.dumps(tree | answers, sort_keys=True).encode()).hexdigest()
+
+
 def description(config: RunConfig, score: float | None) -> dict[str, str]:
     """Tags of every version."""
     tags = {
         "score": None if score is None else repr(score),
+        "scored_on": None if score is None else scored_on(config),
         "git_revision": git_revision(),
         "config_digest": hashlib.sha256(config.to_yaml().encode()).hexdigest(),
         "base_model": config.model,
@@ -95,6 +164,53 @@ def existing_version(client: Any, name: str, source_uri: str, run_id: str) -> st
     """The version that this source and run already have."""
     same = [v for v in client.search_model_versions(f"name='{name}'") if (v.source, v.run_id) == (source_uri, run_id)]
     return str(same[0].version) if same else None
+
+
+def champion_version(config: RunConfig) -> str | None:
+    """The champion among the versions of the run's registered model, or None.
+
+    Raises:
+        StoreError: MLflow does not answer.
+    """
+    with answered(config) as client:
+        return None if (model := find_model(client, config)) is None else model.aliases.get(CHAMPION)
+
+
+def last_prompts(config: RunConfig) -> str | None:
+    """The name of the last prompts that `note_prompts` remembered, or None."""
+    with answered(config) as client:
+        return None if (model := find_model(client, config)) is None else model.tags.get(PROMPTS)
+
+
+def note_prompts(config: RunConfig, name: str) -> None:
+    """Remember how far the prompts were used for the run's registered model."""
+    with answered(config) as client:
+        ensure_model(client, config.registered_model)
+        client.set_registered_model_tag(config.registered_model, PROMPTS, name)
+
+
+def find_model(client: Any, config: RunConfig) -> Any:
+    """The registered model of a run, or None."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_registered_model(config.registered_model)
+    except MlflowException as error:
+        if error.error_code not in MISSING:
+            raise
+        return None
+
+
+@contextmanager
+def answered(config: RunConfig) -> Iterator[Any]:
+    """A client of the registry; what it raises becomes one message."""
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield client
+    except MlflowException as error:
+        raise StoreError(f"the registry at {tracking_uri(config)} does not answer or refuses: {error}") from error
 
 
 def model_source(uri: str, tracking: str) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tidemill.config import RunConfig
@@ -24,14 +22,14 @@ class Restart:
     Attributes:
         position: how far the run was.
         ledger: state of the prompt ledger.
-        mlflow_run_id: the run that goes on.
+        mlflow_run_id: the run that goes on; None if MLflow was away all the time.
         identity: the settings that must not change between attempts.
         held_out_before: the first policy's evaluation, so that the report still has it.
     """
 
     position: Position
     ledger: Mapping[str, object]
-    mlflow_run_id: str
+    mlflow_run_id: str | None
     identity: Mapping[str, Any]
     held_out_before: Evaluation | None
 
@@ -79,8 +77,7 @@ def find_restart(config: RunConfig, checkpoints: Checkpoints) -> Restart | None:
     """
     if checkpoints.latest() is None:
         return None
-    with TemporaryDirectory(prefix="tidemill-restart-") as folder:
-        found = checkpoints.newest_valid(Path(folder))
+    found = checkpoints.newest_valid()
     if found is None:
         return None
     restart = Restart.from_state(found[1])

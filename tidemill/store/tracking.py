@@ -1,6 +1,8 @@
 """One MLflow run per training run: settings, curves, sample answers. A restart goes on in the same run.
 
-Without a tracking server everything stands in `mlflow.db` and `mlartifacts` below `output`.
+Without a tracking server everything stands in `mlflow.db` and `mlartifacts` below `output`. A server that does not
+answer at the start ends a run that only begins, on the machine of who began it. A run that goes on, or has its pods
+already, trains without it, and the MLflow run is opened when the server is back.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tidemill
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
+from tidemill.kuberay.names import job_name
 from tidemill.protocols import Evaluation
 from tidemill.store.metric_writer import MetricWriter, Point, Spool, Unwritten
 
@@ -27,8 +30,13 @@ METRIC_NAME = re.compile(r"^[A-Za-z0-9_\-. :/]{1,250}$")
 PARAM_LENGTH, PARAMS_PER_CALL = 6000, 100
 FINISH_TIMEOUT_S = 30.0
 TABLES, MAX_TABLES = "mlflow.loggedArtifacts", 50
+VARIANT = re.compile(r"^(?P<sweep>.+)-v\d+$")
+"""Name of a variant; that of its sweep is in it, so that whoever opens its run, wherever that is, finds the sweep's."""
+SWEEP, PARENT = "tidemill.sweep", "mlflow.parentRunId"
 OWNED = "tidemill.version"
 """Tag of a run whose settings are logged; a run made by MLFLOW_RUN_ID's owner does not have it yet."""
+ATTEMPT, KFP_RUN, REVISION = "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "TIDEMILL_GIT_REVISION"
+"""Variables: the number of the attempt and the id of the KFP run, which the RayJob sets; the commit of the image."""
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -41,37 +49,66 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 log = logging.getLogger(__name__)
 
 
-class Tracker:
-    """The MLflow run of a training run. Logging returns at once; see `metric_writer` for what happens then.
+@dataclass(slots=True)
+class TrackedRun:
+    """The MLflow run of a training run, which is opened when MLflow first answers.
 
     Attributes:
-        run_id: of the MLflow run; a checkpoint keeps it for the restart.
+        client: of MLflow.
+        config: of the training run.
+        run_id: None while there is none yet.
+        opened: whether it can be written to.
     """
 
-    def __init__(self, client: Any, run_id: str, spool_folder: Path) -> None:
-        self.client, self.run_id = client, run_id
-        self.writer = MetricWriter(self.send, Spool(spool_folder / f"mlflow-spool-{run_id}.jsonl"))
+    client: Any
+    config: RunConfig
+    run_id: str | None
+    opened: bool = False
+
+    def open(self) -> str:
+        """Open or make the run, and describe it; returns its id. May be called again, also after it failed."""
+        if not self.opened:
+            run = open_run(self.client, self.config, self.run_id)
+            self.run_id = str(run.info.run_id)
+            if OWNED not in run.data.tags:
+                describe(self.client, self.run_id, self.config)
+            set_tags(self.client, self.run_id, attempt_tags(self.config))
+            self.opened = True
+        return str(self.run_id)
+
+
+class Tracker:
+    """Writes to the MLflow run of a training. Logging returns at once; see `metric_writer` for what happens then."""
+
+    def __init__(self, run: TrackedRun, spool_folder: Path) -> None:
+        self.run, self.client = run, run.client
+        self.writer = MetricWriter(self.send, Spool(spool_folder / f"mlflow-spool-{run.run_id or 'new'}.jsonl"))
 
     @classmethod
     def start(cls, config: RunConfig, run_id: str | None = None) -> Tracker:
         """Open the run `run_id`, else the one that MLFLOW_RUN_ID names, else a new one.
 
         Raises:
-            ConfigError: MLflow cannot be reached or refuses.
+            ConfigError: MLflow cannot be reached or refuses, and the run only begins, outside of pods.
         """
-        uri = tracking_uri(config)
-        client = make_client(uri)
+        uri, known = tracking_uri(config), run_id or os.environ.get("MLFLOW_RUN_ID")
+        run = TrackedRun(make_client(uri), config, known)
         from mlflow.exceptions import MlflowException
 
         try:
-            run = open_run(client, config, run_id or os.environ.get("MLFLOW_RUN_ID"))
-            if OWNED not in run.data.tags:
-                describe(client, run.info.run_id, config)
+            run.open()
         except MlflowException as error:
-            raise ConfigError("tracking.uri", uri, "an MLflow that answers", f"{error}") from error
-        tracker = cls(client, run.info.run_id, config.folder)
+            if known is None and config.cluster.provider != "kuberay":
+                raise ConfigError("tracking.uri", uri, "an MLflow that answers", f"{error}") from error
+            log.warning("MLflow at %s does not take the run; trying again while it goes on: %s", uri, error)
+        tracker = cls(run, config.folder)
         tracker.log_text(config.to_yaml(), "config.yaml")
         return tracker
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the MLflow run; a checkpoint keeps it for the restart. None while MLflow has not answered yet."""
+        return self.run.run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record values at a step.
@@ -92,11 +129,11 @@ class Tracker:
 
     def log_text(self, text: str, name: str) -> None:
         """Store `text` as the artifact `name`, such as `report.md`."""
-        self.writer.submit(name, lambda: self.client.log_text(self.run_id, text, name))
+        self.writer.submit(name, lambda: self.client.log_text(self.run.open(), text, name))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Store a file, in a folder of the run's artifacts."""
-        self.writer.submit(path.name, lambda: self.client.log_artifact(self.run_id, str(path), folder))
+        self.writer.submit(path.name, lambda: self.client.log_artifact(self.run.open(), str(path), folder))
 
     def log_table(self, name: str, columns: Mapping[str, Sequence[object]]) -> None:
         """Store a table, such as sample answers, as `name` ending in `.json`, which MLflow shows as a table."""
@@ -109,15 +146,16 @@ class Tracker:
 
         `MlflowClient.log_table` does the same through pandas, which takes seconds to import.
         """
-        self.client.log_dict(self.run_id, table, name)
-        known = json.loads(self.client.get_run(self.run_id).data.tags.get(TABLES, "[]"))
+        run_id = self.run.open()
+        self.client.log_dict(run_id, table, name)
+        known = json.loads(self.client.get_run(run_id).data.tags.get(TABLES, "[]"))
         if {"path": name, "type": "table"} not in known:
             listed = [*known, {"path": name, "type": "table"}][-MAX_TABLES:]
-            self.client.set_tag(self.run_id, TABLES, json.dumps(listed))
+            self.client.set_tag(run_id, TABLES, json.dumps(listed))
 
     def finish(self, status: Status, timeout_s: float = FINISH_TIMEOUT_S) -> Unwritten:
         """Write what waits and end the run; says what did not reach MLflow in time."""
-        self.writer.submit("status", lambda: self.client.set_terminated(self.run_id, status))
+        self.writer.submit("status", lambda: self.client.set_terminated(self.run.open(), status))
         unwritten = self.writer.close(timeout_s)
         if unwritten:
             log.warning(
@@ -131,7 +169,24 @@ class Tracker:
         from mlflow.entities import Metric
 
         metrics = [Metric(point.key, point.value, point.milliseconds, point.step) for point in points]
-        self.client.log_batch(self.run_id, metrics=metrics)
+        self.client.log_batch(self.run.open(), metrics=metrics)
+
+
+def history(config: RunConfig, run_id: str, name: str) -> list[tuple[int, float]]:
+    """(step, value) of a metric, by step; one that was recorded again, by a restart, counts as it was last.
+
+    A server that is away costs the curve and not the run: then there are none, and the log says why.
+    """
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        points = client.get_metric_history(run_id, name)
+    except MlflowException as error:
+        log.warning("no curve of %s: MLflow at %s: %s", name, tracking_uri(config), error)
+        return []
+    newest = {point.step: point.value for point in sorted(points, key=lambda point: point.timestamp)}
+    return sorted(newest.items())
 
 
 def tracking_uri(config: RunConfig) -> str:
@@ -173,7 +228,67 @@ def open_run(client: Any, config: RunConfig, run_id: str | None) -> Any:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         log.warning("the MLflow run %s of this training run does not exist any more; going on in a new one", run_id)
-    return client.create_run(open_experiment(client, config), run_name=config.name)
+    experiment = open_experiment(client, config)
+    return client.create_run(experiment, run_name=config.name, tags=kinship(client, experiment, config.name))
+
+
+def kinship(client: Any, experiment: str, name: str) -> dict[str, str]:
+    """The tag by which MLflow shows a variant below its sweep; none for a run that is no variant."""
+    match = VARIANT.match(name)
+    found = None if match is None else find_sweep(client, experiment, match["sweep"])
+    return {} if found is None else {PARENT: found.info.run_id}
+
+
+def find_sweep(client: Any, experiment: str, name: str) -> Any:
+    """The MLflow run of a sweep, or None."""
+    found = client.search_runs([experiment], f"tags.`{SWEEP}` = '{name}'", max_results=1)
+    return found[0] if found else None
+
+
+def open_sweep(config: RunConfig, variants: Sequence[str]) -> None:
+    """Make the MLflow run of a sweep; one of an earlier try is taken again.
+
+    Args:
+        config: what all variants have in common, under the name of the sweep.
+        variants: their names.
+
+    Raises:
+        ConfigError: MLflow cannot be reached or refuses.
+    """
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        experiment = open_experiment(client, config)
+        run = find_sweep(client, experiment, config.name)
+        if run is None:
+            run = client.create_run(experiment, run_name=config.name, tags={SWEEP: config.name})
+        client.update_run(run.info.run_id, status="RUNNING")
+        client.set_tag(run.info.run_id, "tidemill.variants", ", ".join(variants))
+    except MlflowException as error:
+        raise ConfigError("tracking.uri", tracking_uri(config), "an MLflow that answers", f"{error}") from error
+
+
+def close_sweep(config: RunConfig, scores: Mapping[str, float], best: str, report: str) -> None:
+    """Add the scores of the variants and the table of them to the MLflow run of their sweep, and end it.
+
+    A server that is away costs that and not the sweep; the log says so.
+    """
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = find_sweep(client, open_experiment(client, config), config.name)
+        if run is None:
+            log.warning("the MLflow run of the sweep %s does not exist any more", config.name)
+            return
+        for name, score in scores.items():
+            client.log_metric(run.info.run_id, f"held_out_score/{name}", score)
+        client.set_tag(run.info.run_id, "tidemill.best", best)
+        client.log_text(run.info.run_id, report, "report.md")
+        client.set_terminated(run.info.run_id)
+    except MlflowException as error:
+        log.warning("the sweep %s is not told in MLflow at %s: %s", config.name, tracking_uri(config), error)
 
 
 def open_experiment(client: Any, config: RunConfig) -> str:
@@ -200,12 +315,29 @@ def open_experiment(client: Any, config: RunConfig) -> str:
 
 def describe(client: Any, run_id: str, config: RunConfig) -> None:
     """Log the settings as parameters and where the run comes from as tags, once."""
-    from mlflow.entities import Param, RunTag
+    from mlflow.entities import Param
 
     params = [Param(key, value) for key, value in flatten(config.model_dump(mode="json"))]
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
-    tags = {"tidemill.model": config.model, "tidemill.git_revision": git_revision(), OWNED: tidemill.__version__}
+    set_tags(client, run_id, {"tidemill.model": config.model, OWNED: tidemill.__version__})
+
+
+def attempt_tags(config: RunConfig) -> dict[str, str | None]:
+    """What made the present attempt: the code, and on Kubernetes the cluster, its image and the KFP run."""
+    tags = {"tidemill.git_revision": git_revision(), "kfp.run_id": os.environ.get(KFP_RUN)}
+    attempt = os.environ.get(ATTEMPT)
+    if config.cluster.provider == "kuberay" and attempt is not None:
+        tags["tidemill.attempt"] = attempt
+        tags["tidemill.cluster"] = job_name(config.name, int(attempt))
+        tags["tidemill.image"] = config.kubernetes.image
+    return tags
+
+
+def set_tags(client: Any, run_id: str, tags: Mapping[str, str | None]) -> None:
+    """Set those that have a value."""
+    from mlflow.entities import RunTag
+
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items() if value is not None])
 
 
@@ -224,7 +356,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def git_revision() -> str | None:
-    """Commit of the working directory, `-dirty` with changes; None outside a repository or without git."""
+    """Commit that an image was made of, else of the working directory, `-dirty` with changes; None without either."""
+    if revision := os.environ.get(REVISION):
+        return revision
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -49,6 +49,13 @@ class MicroBatch:
         owner = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         return cls(token_ids, positions, ends, owner, Targets.join([row.targets for row in rows]))
 
+    @classmethod
+    def idle(cls) -> MicroBatch:
+        """One token whose loss and gradient are exactly 0."""
+        zero, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        targets = Targets(zero, zero, floats, zero, floats, floats)
+        return cls(zero[None], zero[None], zero[None] + np.int32(1), zero, targets)
+
     def predictors(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Indices into `[B * T]` of the columns whose output is needed, each once; and which of them a target needs."""
         flat = self.row.astype(np.int64) * self.token_ids.shape[1] + self.targets.column

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.errors import ModelError
+from tidemill.train.tensor_file import write_tensors
 
 WEIGHTS = "model.safetensors"
 # Tokenizer, chat template and generation config; weights and their index are written anew.
@@ -84,29 +83,19 @@ def frozen_copy(model: Any) -> Any:
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Write one safetensors file, whole or not at all; returns its bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        save_file(dict(tensors), partial, metadata={"format": "pt"})
-        nbytes = partial.stat().st_size
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return nbytes
+def write_folder(folder: Path | None, source: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write a Hugging Face folder: bfloat16 weights, and all else as in the folder the model came from.
 
-
-def write_weights(path: Path, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """Write parameters by their Hugging Face names, as `dtype`; returns the bytes.
-
-    A head that is tied to the embedding is the same parameter and stands under the embedding's name only.
+    A head that is tied to the embedding is the same parameter and stands under the embedding's name only. Without a
+    folder, see `write_tensors`.
     """
-    return write_tensors(path, {name: p.detach().to(dtype).contiguous() for name, p in parameters.items()})
+    if folder is not None:
+        copy_companions(folder, source)
+    write_tensors(folder / WEIGHTS if folder else None, parameters, torch.bfloat16)
 
 
-def write_folder(folder: Path, source: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write a Hugging Face folder: bfloat16 weights, and all else as in the folder the model came from."""
+def copy_companions(folder: Path, source: Path) -> None:
+    """Tokenizer and settings of a Hugging Face folder, with the new weights' dtype."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         copied = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
@@ -116,4 +105,3 @@ def write_folder(folder: Path, source: Path, parameters: Mapping[str, Tensor]) -
     config.pop("torch_dtype", None)  # the older name of the same setting
     text = json.dumps(config | {"dtype": "bfloat16"}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    write_weights(folder / WEIGHTS, parameters, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""One data-parallel rank of the policy: forward, loss, gradient, optimizer step, and its files.
+"""One rank of the policy: forward, loss, gradient, optimizer step, and its files.
 
-Ranks hold the whole model each. A loss is normalised by the denominator of the whole optimizer step, so gradients are
-summed over ranks, not averaged.
+Ranks share out the rows of a step and, when there are several, the parameters too (`train.shards`). A loss is
+normalised by the denominator of the whole optimizer step, so gradients are summed over ranks, not averaged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from tidemill.errors import RunError
 from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.sections import AlgorithmConfig, TrainerConfig
+from tidemill.sync.mapped_weights import MappedWeights
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch
 from tidemill.train.correction import behaviour_weights, log_linear
-from tidemill.train.logprobs import attention_mask, token_log_probs
 from tidemill.train.losses import kl_penalty, ppo_clip
-from tidemill.train.model import frozen_copy, load_model, write_folder, write_weights
+from tidemill.train.model import frozen_copy, load_model, write_folder
+from tidemill.train.network import Network
 from tidemill.train.precision import compute_dtype
+from tidemill.train.shards import places, spread, whole
 from tidemill.train.tally import Tally
 from tidemill.train.version_start import VersionStart
 from tidemill.train.world import World
 
-LOGITS_BYTES = 256 << 20
+# What a rank without rows computes while others do, because all ranks have to take part: it adds exactly nothing.
+IDLE = MicroBatch.idle()
 
 
 class PolicyRank:
@@ -71,14 +74,25 @@ class PolicyRank:
         self.temperature, self.world, self.updates = temperature, world or World(), 0
         self.device = self.world.device
         self.dtype = compute_dtype(trainer.precision, self.device)
-        self.model = load_model(self.model_path, trainer.gradient_checkpointing).to(self.device)
+        self.model = load_model(self.model_path, trainer.gradient_checkpointing)
+        reference = frozen_copy(self.model) if algorithm.kl_coef > 0 else None
+        self.world.join(trainer.get_timeout_s)
+        self.network = self.place(self.model)
+        self.reference = None if reference is None else self.place(reference)
         self.parameters = dict(self.model.named_parameters())
-        self.start = VersionStart(self.parameters, steps_per_version, kept=algorithm.keeps_version_start)
-        self.reference = frozen_copy(self.model) if algorithm.kl_coef > 0 else None
+        self.exports = MappedWeights()
+        self.start = VersionStart(places(self.network), steps_per_version, kept=algorithm.keeps_version_start)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, fused=True
         )
-        self.world.join(trainer.get_timeout_s)
+
+    def place(self, model: Any) -> Network:
+        """The model where this rank computes, spread over the ranks if there are several."""
+        network = Network(model, self.dtype)
+        if self.world.size == 1:
+            return network.to(self.device)
+        spread(network, self.world)
+        return network
 
     def update(self, micro_batches: Sequence[MicroBatch], denominator: float, version: int = 0) -> dict[str, float]:
         """One optimizer step on this rank's micro-batches, together with all other ranks.
@@ -103,6 +117,8 @@ class PolicyRank:
         for batch, start in zip(micro_batches, self.start_log_probs(micro_batches, timings), strict=True):
             if len(batch.targets):
                 tally.add(self.backward(batch, denominator, timings, start))
+            elif self.world.size > 1:
+                self.backward(IDLE, denominator, timings)
         with timings.phase("optimizer"):
             self.start.keep()
             tally.reduce(self.world)
@@ -148,7 +164,7 @@ class PolicyRank:
             denominator: of the whole step.
             start: `[K]` log-probs that the version began with; None if they are the present ones.
         """
-        log_probs, algorithm = self.forward(self.model, batch), self.algorithm
+        log_probs, algorithm = self.forward(self.network, batch), self.algorithm
         sampled, advantages, weights = map(
             self.to_device, (batch.targets.old_log_probs, batch.targets.advantages, batch.targets.weights)
         )
@@ -182,41 +198,19 @@ class PolicyRank:
             return log_linear(present, sampled, versions, version=self.start.version, done=self.start.done)
         return present if start is None else self.to_device(start)
 
-    def forward(self, model: Any, batch: MicroBatch) -> Tensor:
+    def forward(self, network: Network, batch: MicroBatch) -> Tensor:
         """`[K]` float32 log-probs of the targets at the sampling temperature."""
-        unique, inverse = map(self.to_device, batch.predictors())
-        ids, positions, ends, target_ids = (
-            self.to_device(array).long()
-            for array in (batch.token_ids, batch.positions, batch.ends, batch.targets.target_ids)
-        )
-        hidden = self.hidden(model, ids, positions, attention_mask(ends))
-        return self.head(model, hidden.flatten(0, 1)[unique], inverse, target_ids, self.temperature)
+        arrays = (batch.token_ids, batch.positions, batch.ends, *batch.predictors(), batch.targets.target_ids)
+        log_probs: Tensor = network(*(self.to_device(array).long() for array in arrays), self.temperature)
+        return log_probs
 
     def to_device(self, array: NDArray[Any]) -> Tensor:
         """An array as a tensor where the model is."""
         return torch.tensor(array, device=self.device)  # a copy: Ray hands out read-only arrays
 
-    def hidden(self, model: Any, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """`[B, T, H]` output of the last layer, normalised."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
-        hidden: Tensor = output.last_hidden_state
-        return hidden.to(self.dtype)
-
-    def head(self, model: Any, hidden: Tensor, predictor: Tensor, target_ids: Tensor, temperature: float) -> Tensor:
-        """`[K]` log-probs from the chosen `[U, H]` hidden states."""
-        weight = model.get_output_embeddings().weight
-        chunk = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
-        return token_log_probs(hidden, weight, predictor, target_ids, temperature=temperature, chunk=chunk)
-
     def step(self, rate: float) -> float:
-        """Sum the gradients over ranks, clip, and update; returns the norm before clipping."""
-        for parameter in self.parameters.values():
-            if parameter.grad is None:  # this rank had nothing to learn from, another one had
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        self.world.sum_gradients(gradients)
-        norm = get_total_norm(gradients)
+        """Clip the gradient, which is of all ranks already, and update; returns its norm before clipping."""
+        norm = whole(get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None]))
         if not math.isfinite(norm.item()):
             self.optimizer.zero_grad(set_to_none=True)
             raise RunError(
@@ -234,30 +228,45 @@ class PolicyRank:
     @torch.no_grad()
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Float32Array]:
         """`[K]` log-probs of each micro-batch's targets under the present parameters, at the sampling temperature."""
-        empty = np.zeros(0, np.float32)
-        return [self.forward(self.model, b).cpu().numpy() if len(b.targets) else empty for b in micro_batches]
+        return [self.batch_log_probs(batch) for batch in micro_batches]
+
+    def batch_log_probs(self, batch: MicroBatch) -> Float32Array:
+        """`[K]` of one micro-batch; with none, this rank helps the others to compute theirs."""
+        if len(batch.targets):
+            log_probs: Float32Array = self.forward(self.network, batch).cpu().numpy()
+            return log_probs
+        if self.world.size > 1:
+            self.forward(self.network, IDLE)
+        return np.zeros(0, np.float32)
 
     @torch.no_grad()
     def score(self, token_ids: Int32Array) -> Float32Array:
-        """`[T-1]` log-probs of `token_ids[1:]` given what stands before each, at temperature 1."""
+        """`[T-1]` log-probs of `token_ids[1:]` given what stands before each, at temperature 1; all ranks at once."""
         ids = self.to_device(token_ids).long()
         positions = torch.arange(len(ids), device=self.device)
-        mask = attention_mask(torch.full_like(ids, len(ids))[None])
-        hidden = self.hidden(self.model, ids[None], positions[None], mask)[0, :-1]
-        scores: Float32Array = self.head(self.model, hidden, positions[:-1], ids[1:], 1.0).cpu().numpy()
+        ends = torch.full_like(ids, len(ids))
+        log_probs = self.network(ids[None], positions[None], ends[None], positions[:-1], positions[:-1], ids[1:], 1.0)
+        scores: Float32Array = log_probs.cpu().numpy()
         return scores
 
     def export(self, path: str | Path, dtype: torch.dtype) -> int:
-        """Write all parameters as one safetensors file of `dtype`, whole or not at all; returns its bytes."""
-        return write_weights(Path(path), self.parameters, dtype)
+        """Write all parameters as one safetensors file of `dtype`, see `MappedWeights.write`; returns its bytes.
+
+        All ranks call this, and `save_model` and `save_state`, at once; the first one writes, the others return 0.
+        """
+        return self.exports.write(self.written(path), self.parameters, dtype, whole)
 
     def save_model(self, folder: str | Path) -> None:
         """Write a bfloat16 Hugging Face folder that transformers and vLLM load as it is."""
-        write_folder(Path(folder), self.model_path, self.parameters)
+        write_folder(self.written(folder), self.model_path, self.parameters)
 
     def save_state(self, folder: str | Path) -> None:
-        """Write parameters, optimizer, progress and random numbers."""
-        state.save_state(Path(folder), self.parameters, self.optimizer, self.updates)
+        """Write parameters, optimizer, progress and random numbers; the files do not tell how many ranks there are."""
+        state.save_state(self.written(folder), self.parameters, self.optimizer, self.updates)
+
+    def written(self, path: str | Path) -> Path | None:
+        """Where this rank writes; None on all ranks but the first."""
+        return Path(path) if self.world.rank == 0 else None
 
     def load_state(self, folder: str | Path) -> None:
         """Go on from what `save_state` wrote; the updates that follow are those of a run that never stopped.

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tidemill.errors import CheckpointError
-from tidemill.train.model import write_tensors
+from tidemill.train.shards import spread_as
+from tidemill.train.tensor_file import write_tensors
 
 TENSORS, PROGRESS = "trainer.safetensors", "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -26,17 +27,18 @@ SHOWN = 5
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
-def save_state(folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Write everything that training needs to go on as if it had not stopped."""
-    tensors = {f"parameter.{name}": parameter.detach().contiguous() for name, parameter in parameters.items()}
+def save_state(folder: Path | None, parameters: Parameters, optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Write everything that training needs to go on as if it had not stopped; without a folder, see `write_tensors`."""
+    tensors: dict[str, Tensor] = {f"parameter.{name}": parameter for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for moment, value in optimizer.state[parameter].items():
-            tensors[f"{moment}.{name}"] = value.contiguous()
+            tensors[f"{moment}.{name}"] = value
     tensors[RNG] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors[CUDA_RNG] = torch.cuda.get_rng_state()
-    write_tensors(folder / TENSORS, tensors)
-    (folder / PROGRESS).write_text(json.dumps({"updates": updates}) + "\n", encoding="utf-8")
+    write_tensors(folder / TENSORS if folder else None, tensors)
+    if folder:
+        (folder / PROGRESS).write_text(json.dumps({"updates": updates}) + "\n", encoding="utf-8")
 
 
 def load_state(folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> int:
@@ -47,31 +49,40 @@ def load_state(folder: Path, parameters: Parameters, optimizer: torch.optim.Opti
     """
     try:
         updates = int(json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["updates"])
-        tensors = load_file(folder / TENSORS)
+        with safe_open(folder / TENSORS, "pt") as tensors:
+            names = tensors.keys()
+            check_fits(folder, {name: tuple(tensors.get_slice(name).get_shape()) for name in names}, parameters)
+            fill(tensors, parameters, optimizer)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} holds no readable trainer state: {error}") from error
-    check_fits(folder, tensors, parameters)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"parameter.{name}"])
-            found = {m: tensors[f"{m}.{name}"].to(parameter.device) for m in MOMENTS if f"{m}.{name}" in tensors}
-            optimizer.state.pop(parameter, None)
-            if found:  # none before the first update
-                optimizer.state[parameter] = found
-    torch.set_rng_state(tensors[RNG])
-    if CUDA_RNG in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors[CUDA_RNG])
     return updates
 
 
-def check_fits(folder: Path, tensors: Mapping[str, Tensor], parameters: Parameters) -> None:
+@torch.no_grad()
+def fill(tensors: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    """Take every tensor from the file, one at a time, and of each what this rank keeps."""
+    names = set(tensors.keys())
+    for name, parameter in parameters.items():
+        parameter.copy_(spread_as(tensors.get_tensor(f"parameter.{name}"), parameter))
+        optimizer.state.pop(parameter, None)
+        if f"exp_avg.{name}" in names:  # none before the first update
+            optimizer.state[parameter] = {
+                moment: spread_as(value, parameter) if value.ndim else value.to(parameter.device)
+                for moment, value in ((m, tensors.get_tensor(f"{m}.{name}")) for m in MOMENTS)
+            }
+    torch.set_rng_state(tensors.get_tensor(RNG))
+    if CUDA_RNG in names and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors.get_tensor(CUDA_RNG))
+
+
+def check_fits(folder: Path, shapes: Mapping[str, tuple[int, ...]], parameters: Parameters) -> None:
     """Refuse the state of another model.
 
     Raises:
         CheckpointError: naming the first parameters that differ.
     """
     prefix = "parameter."
-    given = {name.removeprefix(prefix): tuple(t.shape) for name, t in tensors.items() if name.startswith(prefix)}
+    given = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     differing = sorted(name for name in given.keys() | wanted.keys() if given.get(name) != wanted.get(name))
     if differing:
@@ -84,7 +95,7 @@ def check_fits(folder: Path, tensors: Mapping[str, Tensor], parameters: Paramete
         f"{moment}.{name}"
         for name in wanted
         for moment in MOMENTS
-        if f"exp_avg.{name}" in tensors and f"{moment}.{name}" not in tensors
+        if f"exp_avg.{name}" in shapes and f"{moment}.{name}" not in shapes
     )
-    if incomplete or RNG not in tensors:
+    if incomplete or RNG not in shapes:
         raise CheckpointError(f"{folder} is incomplete: {', '.join(incomplete[:SHOWN]) or RNG} is missing")

@@ -10,7 +10,7 @@ The class sees only protocols, so the whole loop also runs on the stand-ins of `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,10 +18,11 @@ from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.metrics import group_metrics
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery, Evaluation, Generation, Lease, Queue
+from tidemill.protocols import Evaluation, Generation, Lease, Loads, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
+from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
 from tidemill.train.validation import Validation
 
@@ -61,6 +62,10 @@ class Observer(Protocol):
         """An optimizer step is done, with everything that was measured."""
         ...
 
+    def active(self, step: int, timings: Timings, loads: Loads) -> None:
+        """When the trainer did what in an optimizer step, and how busy the engines were meanwhile."""
+        ...
+
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """The policy that so many optimizer steps made has a held-out score."""
         ...
@@ -98,8 +103,8 @@ class Trainer:
     """Consumes groups, learns from them and publishes new versions.
 
     Attributes:
-        fetch: brings the payload of a delivery here (from Ray's object store, or the identity for fakes).
         commit: writes a checkpoint for the present position; None trains without checkpoints.
+        stop: ends the training early.
     """
 
     config: RunConfig
@@ -108,9 +113,9 @@ class Trainer:
     ranks: Ranks
     publisher: Publisher
     observer: Observer
-    fetch: Callable[[Sequence[Delivery[Any]]], Awaitable[list[Group]]]
     commit: Callable[[Position], Awaitable[None]] | None = None
     position: Position = field(default_factory=Position)
+    stop: Stop = field(default_factory=Stop)
     validation: Validation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +123,7 @@ class Trainer:
         self.validation = Validation(mode, self.generation, self.publisher, observer.evaluated, observer.notice)
 
     async def fit(self) -> None:
-        """Train until the step budget or the data ends, and publish what was learned since the last sync.
+        """Train until the step budget or the data ends or a stop is asked for, and publish what was learned last.
 
         Consumes: groups of the queue. Produces: versions, checkpoints, metrics. Waits for: a full batch, at most
         `trainer.get_timeout_s`.
@@ -134,15 +139,11 @@ class Trainer:
 
     async def fit_steps(self) -> None:
         """All optimizer steps."""
-        while self.position.step < self.config.trainer.steps:
+        while self.position.step < self.config.trainer.steps and self.stop.reason is None:
             timings = Timings()
             with timings.phase("step"):
                 metrics = await self.fit_step(timings)
                 if metrics is None:
-                    self.observer.notice(f"the data ended after step {self.position.step}")
-                    if self.position.unsynced:
-                        await self.validation_before_sync(timings)
-                        await self.sync_weights()
                     break
                 await self.after_step(timings)
             self.position.seconds += timings.seconds["step"]
@@ -150,14 +151,21 @@ class Trainer:
             metrics["throughput/tokens_per_second"] = metrics["response/tokens"] / timings.seconds["step"]
             metrics["idle/trainer"] = timings.seconds["get_groups"] / timings.seconds["step"]
             self.observer.step_finished(self.position, metrics)
+            self.observer.active(self.position.step, timings, await self.generation.loads())
+        if self.position.step < self.config.trainer.steps:
+            what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"
+            self.observer.notice(f"{what} after step {self.position.step}")
+        if self.position.unsynced:
+            await self.validation.settle()
+            await self.sync_weights()
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
-        """One optimizer step; None when the data has ended."""
+        """One optimizer step; None when the data has ended, or a stop is asked for before there is a batch."""
         with timings.phase("get_groups"):
-            lease = await self.get_groups()
-        if not lease.deliveries:
+            lease = await self.unless_stopped(self.get_groups())
+        if lease is None or not lease.deliveries:
             return None
-        groups = await self.fetch(lease.deliveries)
+        groups = [Group.from_bytes(delivery.payload) for delivery in lease.deliveries]
         self.check_age(groups)
         with timings.phase("advantages"):
             advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
@@ -188,6 +196,17 @@ class Trainer:
     def ranks_count(self) -> int:
         """Data-parallel ranks."""
         return self.config.trainer.ranks
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, Lease[Any]]) -> Lease[Any] | None:
+        """The result of `work`; None if a stop is asked for while it waits, which ends it."""
+        waiting, asked = asyncio.create_task(work), asyncio.create_task(self.stop.asked())
+        try:
+            await asyncio.wait({waiting, asked}, return_when=asyncio.FIRST_COMPLETED)
+            return await waiting if waiting.done() else None
+        finally:
+            waiting.cancel()
+            asked.cancel()
+            await asyncio.gather(waiting, asked, return_exceptions=True)
 
     async def get_groups(self) -> Lease[Any]:
         """Lease a full batch; what the queue sweeps for its age on the way is issued again.

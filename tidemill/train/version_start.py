@@ -7,7 +7,7 @@
 
 While a version's first step computes, its start and the present parameters are the same, so nothing is kept and nothing
 is computed twice. They are copied, once a version, right before that step changes them; with one step a version never.
-To compute with the start, references are exchanged: no tensor moves.
+To compute with the start, references are exchanged: no tensor moves. A rank does so with the rows that it keeps.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from tidemill.train.shards import Place
 
 
 class VersionStart:
     """Counts the optimizer steps of a version, and keeps the parameters it began with if they are asked for."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], steps: int, *, kept: bool) -> None:
+    def __init__(self, places: Mapping[str, Place], steps: int, *, kept: bool) -> None:
         """Begin before the first version.
 
         Args:
-            parameters: of this rank, which an optimizer changes in place.
+            places: of the parameters of this rank, which an optimizer changes in place.
             steps: optimizer steps of a version.
             kept: whether `exchanged` will be asked for.
         """
-        self.parameters, self.steps, self.kept = parameters, steps, kept
+        self.places, self.steps, self.kept = places, steps, kept
         self.version, self.step = -1, 0
         self.copies: dict[str, Tensor] = {}
 
@@ -62,11 +64,11 @@ class VersionStart:
         """Copy the present parameters, if they are the start and later steps will ask for it."""
         if not self.kept or not self.is_present or self.steps == 1:
             return
-        for name, parameter in self.parameters.items():
+        for name, place in self.places.items():
             if name in self.copies:
-                self.copies[name].copy_(parameter)
+                self.copies[name].copy_(place.tensor)
             else:
-                self.copies[name] = parameter.detach().clone()
+                self.copies[name] = place.tensor.clone()
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
@@ -80,5 +82,5 @@ class VersionStart:
 
     def exchange(self) -> None:
         """Exchange the kept and the present parameters, by reference."""
-        for name, parameter in self.parameters.items():
-            parameter.data, self.copies[name] = self.copies[name], parameter.data
+        for name, place in self.places.items():
+            place.tensor, self.copies[name] = self.copies[name], place.tensor

@@ -1,16 +1,13 @@
-"""The data-parallel ranks of a trainer, as one of them sees them."""
+"""The ranks of a trainer, as one of them sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +53,3 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor := tensor.to(self.device), operation)
         return tensor
-
-    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Sum over ranks, in place, in a few large messages."""
-        if self.size == 1:
-            return
-        for bucket in buckets(gradients, BUCKET_BYTES):
-            summed = self.reduce(torch.cat([gradient.flatten() for gradient in bucket]))
-            for gradient, part in zip(bucket, torch.split(summed, [g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-
-
-def buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of together at most `nbytes`; a larger one goes alone."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.nbytes > nbytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -113,13 +113,20 @@ def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
             done.left_out[shown] = f"always so: {rule.why}"
     elif isinstance(rule, Part):
         if not fits(rule, value) and (value is not None or key in DEFAULTS):
-            done.refused[shown] = f"only {'True or False' if bool in rule.kinds else 'a number from 0 on'}"
+            done.refused[shown] = f"only {allowed(rule)}"
     elif value is not None:
         become(done, rule, shown, value)
 
 
+def allowed(rule: Part) -> str:
+    """Values that can be reckoned with, in words."""
+    return " or ".join(rule.words) or ("True or False" if bool in rule.kinds else "a number from 0 on")
+
+
 def fits(rule: Part, value: Any) -> bool:
     """Whether a value can be reckoned with."""
+    if rule.words:
+        return value in rule.words
     return isinstance(value, rule.kinds) and isinstance(value, bool) == (bool in rule.kinds) and value >= 0
 
 
@@ -156,7 +163,24 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
         ours["rollout.group_size"] = size
     if known.get(f"{rollout}standalone_gpu_memory_utilization") is not None:
         ours["rollout.gpu_memory_utilization"] = known[f"{rollout}standalone_gpu_memory_utilization"]
-    return ours
+    return ours | old_log_probs(done, known)
+
+
+def old_log_probs(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What the ratio is taken to; verl computes old log-probs itself unless it bypasses that, and may weight tokens."""
+    correction = "algorithm.rollout_correction."
+    bypassed = known.get(f"{correction}bypass_mode") is not False
+    computed = not bypassed or known.get("async_training.compute_prox_log_prob") is True
+    weighting, cap = known.get(f"{correction}rollout_is"), known.get(f"{correction}rollout_is_threshold")
+    if weighting and not computed:
+        done.refused[f"{correction}rollout_is = {weighting}"] = (
+            "only with bypass_mode=False; the ratio to the log-probs of the engine corrects already"
+        )
+    if weighting:
+        return {"algorithm.old_log_prob": "decoupled"} | ({} if cap is None else {"algorithm.behaviour_cap": cap})
+    if cap is not None:
+        done.left_out[f"{correction}rollout_is_threshold = {cap}"] = "without rollout_is it says nothing"
+    return {"algorithm.old_log_prob": "version_start"} if computed else {}
 
 
 def whole_engines(known: Mapping[str, Any]) -> int:

@@ -54,10 +54,12 @@ class Part:
     Attributes:
         key: of ours.
         kinds: types that the value may have.
+        words: that the value may be, instead of a number.
     """
 
     key: str
     kinds: tuple[type[int] | type[float], ...] = (int,)
+    words: tuple[str, ...] = ()
 
 
 NUMBER, FLAG = (int, float), (bool,)
@@ -93,14 +95,13 @@ def slug(value: Any) -> str:
     return re.sub("[^a-z0-9]+", "-", str(value).lower()).strip("-")[:63].strip("-") or "run"
 
 
-MEMORY = "how memory is shared out; every rank holds the whole model and packs by tokens"
+MEMORY = "how memory is shared out; ranks always share the parameters (FSDP2) and pack by tokens"
 ENGINE = "vLLM's own affair, which changes no result"
 OUTPUT = "runs, logs and checkpoints have places of their own: output, tracking, store"
 LOADER = "prompts are read, rendered and shuffled without a loader of verl's kind"
 SYNC = "one host shares memory: sync.transport"
 
-OWN_OLD_LOG_PROB = "take it out and give algorithm.old_log_prob=version_start, or decoupled where rollout_is is set"
-OWN_WEIGHT = "take it out and give algorithm.old_log_prob=decoupled and algorithm.behaviour_cap"
+RECOMPUTED = "take it out; algorithm.rollout_correction.bypass_mode=False has old log-probs computed by the trainer"
 
 RULES: Mapping[str, Rule] = {
     "async_training.staleness_threshold": Part("asynchrony.staleness_threshold, asynchrony.max_staleness", NUMBER),
@@ -108,8 +109,8 @@ RULES: Mapping[str, Rule] = {
     "async_training.require_batches": Becomes("asynchrony.require_batches"),
     "async_training.partial_rollout": Part("asynchrony.partial_rollout", FLAG),
     "async_training.concurrent_samples_per_replica": Becomes("rollout.concurrent_samples_per_replica"),
-    "async_training.use_rollout_log_probs": Only((True,), OWN_OLD_LOG_PROB),
-    "async_training.compute_prox_log_prob": Only((False,), OWN_OLD_LOG_PROB),
+    "async_training.use_rollout_log_probs": Only((True,), RECOMPUTED),
+    "async_training.compute_prox_log_prob": Part("algorithm.old_log_prob", FLAG),
     "async_training.compute_advantage_in_rollout": LeftOut("advantages are computed by the trainer"),
     "async_training.use_trainer_do_validate": LeftOut("held-out prompts are scored by the engines of the run"),
     "async_training.use_dynamic_resource_scheduling": Only((False,), "GPUs are not lent between trainer and engines"),
@@ -147,7 +148,7 @@ RULES: Mapping[str, Rule] = {
     "actor_rollout_ref.model.lora_rank": Only((0,), "all weights are trained"),
     "actor_rollout_ref.model.use_fused_kernels": LeftOut(ENGINE),
     "actor_rollout_ref.model.use_liger": LeftOut(ENGINE),
-    "actor_rollout_ref.actor.strategy": Only(("fsdp", "fsdp2"), "the trainer is data-parallel, without Megatron"),
+    "actor_rollout_ref.actor.strategy": Only(("fsdp", "fsdp2"), "the trainer has FSDP2 only"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": Becomes("trainer.ppo_mini_batch_size"),
     "actor_rollout_ref.actor.ppo_micro_batch_size": LeftOut(MEMORY),
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": LeftOut(MEMORY),
@@ -166,7 +167,7 @@ RULES: Mapping[str, Rule] = {
     "actor_rollout_ref.actor.kl_loss_coef": Part("algorithm.kl_coef", NUMBER),
     "actor_rollout_ref.actor.kl_loss_type": Only(("low_var_kl", "k3"), "KL is estimated by k3"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": Only(("vanilla",), "the loss is the clipped surrogate"),
-    "actor_rollout_ref.actor.use_rollout_log_probs": Only((True,), OWN_OLD_LOG_PROB),
+    "actor_rollout_ref.actor.use_rollout_log_probs": Only((True,), RECOMPUTED),
     "actor_rollout_ref.actor.grad_clip": Becomes("trainer.max_grad_norm"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": LeftOut(MEMORY),
     "actor_rollout_ref.actor.use_torch_compile": LeftOut(MEMORY),
@@ -201,11 +202,11 @@ RULES: Mapping[str, Rule] = {
     "algorithm.gamma": LeftOut("GRPO has no discount"),
     "algorithm.lam": LeftOut("GRPO has no critic"),
     "algorithm.filter_groups.enable": Only((False,), "groups without variance stay in their batch and cost nothing"),
-    "algorithm.rollout_correction.bypass_mode": Only((True,), OWN_OLD_LOG_PROB),
+    "algorithm.rollout_correction.bypass_mode": Part("algorithm.old_log_prob", FLAG),
     "algorithm.rollout_correction.loss_type": Only(("ppo_clip",), "the loss is the clipped surrogate"),
-    "algorithm.rollout_correction.rollout_is": Only((None,), OWN_WEIGHT),
-    "algorithm.rollout_correction.rollout_is_threshold": LeftOut("without rollout_is it says nothing"),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": LeftOut("without rollout_is it says nothing"),
+    "algorithm.rollout_correction.rollout_is": Part("algorithm.old_log_prob", words=("token",)),
+    "algorithm.rollout_correction.rollout_is_threshold": Part("algorithm.behaviour_cap", NUMBER),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": Only((False,), "weights are truncated, not normalised"),
     "algorithm.rollout_correction.rollout_rs": Only((None,), "no token is rejected"),
     "algorithm.rollout_correction.rollout_rs_threshold": LeftOut("without rollout_rs it says nothing"),
     "reward_model.enable": Only((False,), "rewards are functions"),

@@ -1,0 +1,43 @@
+"""The first step of a sweep."""
+
+from kfp import dsl
+from tidemill_components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def spread(
+    config: str,
+    overrides: str,
+    run_name: str,
+    kfp_run: str,
+    gpu_type: str,
+    engines: int,
+    ranks: int,
+    image: str,
+    gpu_hours: float,
+    variants: str,
+    links: dsl.Output[dsl.Markdown],
+) -> list:  # type: ignore[type-arg]  # KFP knows it by this name
+    """Check every variant of a sweep before anything is paid for.
+
+    Args:
+        config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
+        overrides: KEY.PATH=VALUE, one a line.
+        run_name: name of the run, "" for a new one.
+        kfp_run: id of the KFP run.
+        gpu_type: kubernetes.gpu_type, "" as the settings say.
+        engines: rollout.engines, 0 as the settings say.
+        ranks: trainer.ranks, 0 as the settings say.
+        image: kubernetes.image, "" as the settings say.
+        gpu_hours: kubernetes.gpu_hours, 0 as the settings say.
+        variants: one a line, its overrides with spaces between them.
+        links: gets the places to look at while the sweep goes on.
+
+    Returns:
+        The resolved settings of every variant as YAML text.
+    """
+    from tidemill.request import Request
+    from tidemill.sweep import begin_sweep
+
+    asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
+    return begin_sweep(asked, variants, links.path)

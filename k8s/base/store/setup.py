@@ -1,0 +1,78 @@
+"""Makes a bucket for each user of an S3 server; on MinIO also the user, with a policy for this bucket alone.
+
+    ADMIN_ACCESS_KEY=... ADMIN_SECRET_KEY=... setup.py HOST:PORT [--buckets-only]
+
+The users' keys are NAME_ACCESS_KEY and NAME_SECRET_KEY. Whatever is there already is brought up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from minio import Minio, MinioAdmin
+from minio.credentials import StaticProvider
+
+BUCKETS = ("tidemill", "mlflow")
+
+
+def policy(bucket: str) -> dict[str, object]:
+    """What the owner of a bucket may do: everything inside it, and nothing to the bucket itself."""
+    objects = ["AbortMultipartUpload", "DeleteObject", "GetObject", "ListMultipartUploadParts", "PutObject"]
+    inside = ["GetBucketLocation", "ListBucket", "ListBucketMultipartUploads"]
+    return {
+        "Version": "2012-10-17",
+        "Statement": [allow(inside, bucket), allow(objects, f"{bucket}/*")],
+    }
+
+
+def allow(actions: Sequence[str], resource: str) -> dict[str, object]:
+    """A statement of a policy."""
+    return {
+        "Effect": "Allow",
+        "Action": [f"s3:{action}" for action in actions],
+        "Resource": [f"arn:aws:s3:::{resource}"],
+    }
+
+
+def make_buckets(endpoint: str, env: Mapping[str, str]) -> None:
+    """Make the buckets that are missing.
+
+    Args:
+        endpoint: HOST:PORT of the server.
+        env: keys of its owner.
+    """
+    keys = {"access_key": env["ADMIN_ACCESS_KEY"], "secret_key": env["ADMIN_SECRET_KEY"]}
+    client = Minio(endpoint=endpoint, **keys, secure=False)
+    for bucket in BUCKETS:
+        if not client.bucket_exists(bucket_name=bucket):
+            client.make_bucket(bucket_name=bucket)
+
+
+def make_users(endpoint: str, env: Mapping[str, str]) -> None:
+    """Make users and policies, which only MinIO's own protocol can.
+
+    Args:
+        endpoint: HOST:PORT of the server.
+        env: keys of its owner and of the users.
+    """
+    owner = StaticProvider(env["ADMIN_ACCESS_KEY"], env["ADMIN_SECRET_KEY"])
+    admin = MinioAdmin(endpoint=endpoint, credentials=owner, secure=False)
+    for bucket in BUCKETS:
+        user = env[f"{bucket.upper()}_ACCESS_KEY"]
+        admin.user_add(user, env[f"{bucket.upper()}_SECRET_KEY"])
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "policy.json"
+            file.write_text(json.dumps(policy(bucket)), encoding="utf-8")
+            admin.policy_add(bucket, str(file))
+        admin.policy_set(bucket, user=user)
+
+
+if __name__ == "__main__":
+    make_buckets(sys.argv[1], os.environ)
+    if "--buckets-only" not in sys.argv[2:]:
+        make_users(sys.argv[1], os.environ)

@@ -1,0 +1,65 @@
+"""The pipeline for a schedule: on from the champion of the registry, with the prompts that came since.
+
+    renew ─► if there are new prompts: provision ─► train ─► evaluate ─► register ─► remember
+        └──────────────────────── exit handler: teardown ────────────────────────────┘
+
+The first run starts from the settings' own model. A version becomes the champion if it is not worse than the one that
+its run started from.
+"""
+
+from kfp import dsl
+from tidemill_components import IMAGE
+from tidemill_components.register import register
+from tidemill_components.remember import remember
+from tidemill_components.renew import renew
+from tidemill_components.teardown import teardown
+from tidemill_pipelines.learning import learned
+from tidemill_pipelines.tasks import KEPT, Pod
+
+
+@dsl.pipeline(
+    name="continual",
+    description="Scheduled reinforcement learning that goes on from the best model so far with new prompts",
+    pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=KEPT),
+)
+def continual(
+    config: str,
+    prompts: str,
+    overrides: str = "",
+    run_name: str = "",
+    gpu_type: str = "",
+    engines: int = 0,
+    ranks: int = 0,
+    image: str = "",
+    gpu_hours: float = 0.0,
+    store_secret: str = "tidemill-store",
+    steps_image: str = IMAGE,
+) -> None:
+    """Train the champion on new prompts, and make the result the champion if it became better.
+
+    Args:
+        config: settings as YAML text, or s3://BUCKET/KEY of such a file; then one of the overrides is
+            store.endpoint=http://HOST:PORT.
+        prompts: s3://BUCKET/PREFIX/ of .jsonl files whose names sort by their date; those are taken that come after the
+            last one trained with, and without a new one the run ends at once. Or any source of prompts.
+        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line.
+        run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
+        gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
+        engines: vLLM engines. 0: as in `config`.
+        ranks: trainer processes, one GPU each. 0: as in `config`.
+        image: image of the Ray pods, with a tag. Empty: as in `config`.
+        gpu_hours: budget; when it is used up the run ends with a checkpoint and a model. 0: as in `config`.
+        store_secret: secret with access_key and secret_key of the object store.
+        steps_image: image of the pipeline's own steps, with a tag.
+    """
+    pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
+    amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
+    with dsl.ExitHandler(pod.task(teardown(**name, variants="")), name="run"):
+        renewed = pod.task(renew(**name, **amounts, prompts=prompts)).outputs
+        settings = renewed["settings"]
+        # A condition on the settings themselves would be evaluated as an expression with all their lines in it.
+        with dsl.If(renewed["decision"] == "train", name="new-prompts"):
+            summary, evaluation = learned(pod, settings)
+            final = pod.again(register(config=settings, summary=summary, evaluation=evaluation)).outputs["Output"]
+            pod.again(remember(config=settings, summary=final))

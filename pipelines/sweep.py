@@ -1,0 +1,66 @@
+"""The pipeline of a sweep: several runs that differ in some settings, of which the best is registered.
+
+    spread ─► for each variant: provision ─► train ─► evaluate ─► conclude ─► choose
+        └─────────────────────── exit handler: teardown of all ────────────────┘
+
+A variant whose training fails ends its own cluster and fails the sweep; started again under the same name, variants
+that were done are done at once.
+"""
+
+from kfp import dsl
+from tidemill_components import IMAGE
+from tidemill_components.choose import choose
+from tidemill_components.conclude import conclude
+from tidemill_components.spread import spread
+from tidemill_components.teardown import teardown
+from tidemill_pipelines.learning import learned
+from tidemill_pipelines.tasks import KEPT, Pod
+
+AT_ONCE = 4
+"""Variants that run at the same time; KFP's local runner takes two."""
+
+
+@dsl.pipeline(
+    name="sweep",
+    description="Several runs of asynchronous reinforcement learning, of which the best model is registered",
+    pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=KEPT),
+)
+def sweep(
+    config: str,
+    variants: str,
+    overrides: str = "",
+    run_name: str = "",
+    gpu_type: str = "",
+    engines: int = 0,
+    ranks: int = 0,
+    image: str = "",
+    gpu_hours: float = 0.0,
+    store_secret: str = "tidemill-store",
+    steps_image: str = IMAGE,
+) -> None:
+    """Train every variant, and register the one with the best held-out score if it became better.
+
+    Args:
+        config: settings as YAML text, or s3://BUCKET/KEY of such a file; then one of the overrides is
+            store.endpoint=http://HOST:PORT.
+        variants: one a line, each with its own overrides and spaces between them, such as
+            trainer.learning_rate=1e-5 seed=3
+        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line.
+        run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
+        gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
+        engines: vLLM engines. 0: as in `config`.
+        ranks: trainer processes, one GPU each. 0: as in `config`.
+        image: image of the Ray pods, with a tag. Empty: as in `config`.
+        gpu_hours: budget; when it is used up the run ends with a checkpoint and a model. 0: as in `config`.
+        store_secret: secret with access_key and secret_key of the object store.
+        steps_image: image of the pipeline's own steps, with a tag.
+    """
+    pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
+    amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
+    with dsl.ExitHandler(pod.task(teardown(**name, variants=variants)), name="sweep"):
+        settings = pod.task(spread(**name, **amounts, variants=variants)).outputs["Output"]
+        with dsl.ParallelFor(settings, name="variants", parallelism=AT_ONCE) as one:
+            summary, evaluation = learned(pod, one)
+            result = pod.again(conclude(config=one, summary=summary, evaluation=evaluation)).outputs["Output"]
+        pod.again(choose(**name, results=dsl.Collected(result)))

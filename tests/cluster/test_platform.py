@@ -1,0 +1,197 @@
+"""The manifests of k8s/ on a real cluster: taken, started, used, and refusing what they are to refuse."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from minio import Minio
+from minio.error import S3Error
+from platform_rig import KEYS, Platform, eventually, images_of_nodes, needed, new_platform, pod
+
+from tidemill.store.object_store import ObjectStore
+
+IMAGE = "localhost/tidemill-python:0.1.0"
+PIPELINE = [
+    ("create", "rayjobs.ray.io"),
+    ("delete", "rayjobs.ray.io"),
+    ("get", "rayjobs.ray.io"),
+    ("list", "rayjobs.ray.io"),
+    ("patch", "rayjobs.ray.io"),
+    ("list", "pods"),
+    ("get", "pods/log"),
+    ("list", "events"),
+    ("list", "nodes"),
+    ("get", "workflows.argoproj.io"),
+]
+FORBIDDEN = [
+    ("get", "secrets"),
+    ("list", "secrets"),
+    ("create", "pods"),
+    ("delete", "pods"),
+    ("create", "pods/exec"),
+    ("create", "jobs.batch"),
+    ("update", "deployments.apps"),
+    ("create", "rolebindings.rbac.authorization.k8s.io"),
+    ("impersonate", "serviceaccounts"),
+    ("create", "serviceaccounts/token"),
+    ("delete", "namespaces"),
+    ("delete", "nodes"),
+]
+
+
+@pytest.fixture(scope="module")
+def platform() -> Iterator[Platform]:
+    """The test overlay, applied and ready."""
+    missing = needed("test") - images_of_nodes()
+    if missing:
+        pytest.skip(f"the nodes lack {', '.join(sorted(missing))}: make images minio-image")
+    made = new_platform()
+    try:
+        made.apply("test")
+        made.wait("deployment/minio")
+        made.wait("job/store-setup", "condition=complete")
+        made.wait("deployment/mlflow")
+        yield made
+    finally:
+        made.remove()
+
+
+def test_everything_is_taken_again(platform: Platform) -> None:
+    platform.apply("test", "--dry-run=server")
+
+
+def test_seaweedfs_is_taken_in_the_place_of_minio(platform: Platform) -> None:
+    platform.apply("seaweedfs", "--dry-run=server")
+
+
+@pytest.mark.parametrize(("verb", "resource"), PIPELINE)
+def test_a_step_may_do_what_a_run_needs(platform: Platform, verb: str, resource: str) -> None:
+    assert platform.may("tidemill-pipeline", verb, resource)
+
+
+@pytest.mark.parametrize(("verb", "resource"), FORBIDDEN)
+@pytest.mark.parametrize("account", ["tidemill-pipeline", "tidemill-reaper", "tidemill-ray", "default"])
+def test_no_account_may_do_more(platform: Platform, account: str, verb: str, resource: str) -> None:
+    assert not platform.may(account, verb, resource)
+
+
+def test_accounts_may_nothing_in_another_namespace(platform: Platform) -> None:
+    assert not platform.may("tidemill-pipeline", "list", "rayjobs.ray.io", "--namespace=default")
+    assert not platform.may("tidemill-reaper", "delete", "rayjobs.ray.io", "--namespace=default")
+
+
+def test_the_reaper_may_list_and_delete_and_make_nothing(platform: Platform) -> None:
+    assert platform.may("tidemill-reaper", "list", "rayjobs.ray.io")
+    assert platform.may("tidemill-reaper", "delete", "rayjobs.ray.io")
+    assert not platform.may("tidemill-reaper", "create", "rayjobs.ray.io")
+
+
+def test_ray_pods_may_nothing(platform: Platform) -> None:
+    assert not any(platform.may("tidemill-ray", verb, resource) for verb, resource in PIPELINE)
+
+
+def test_a_pod_as_root_is_refused(platform: Platform) -> None:
+    rooted = pod("rooted", IMAGE, securityContext={"runAsUser": 0, "seccompProfile": {"type": "RuntimeDefault"}})
+    refused = platform.kubectl("create", "-f", "-", stdin=rooted, check=False)
+    assert refused.returncode != 0
+    assert 'violates PodSecurity "restricted' in refused.stderr
+
+
+def test_more_gpus_than_the_quota_are_refused(platform: Platform) -> None:
+    many = {"resources": {"limits": {"nvidia.com/gpu": "9"}}}
+    refused = platform.kubectl("create", "-f", "-", stdin=pod("greedy", IMAGE, container=many), check=False)
+    assert refused.returncode != 0
+    assert "exceeded quota: tidemill" in refused.stderr
+
+
+def test_a_pod_of_ray_has_no_token(platform: Platform) -> None:
+    sleeper = pod("tokenless", IMAGE, serviceAccountName="tidemill-ray")
+    platform.kubectl("create", "-f", "-", stdin=sleeper)
+    platform.wait("pod/tokenless", "condition=ready")
+    seen = platform.kubectl("exec", "tokenless", "--", "ls", "/var/run/secrets", check=False)
+    assert "kubernetes.io" not in seen.stdout
+    platform.kubectl("delete", "pod", "tokenless")
+
+
+def test_a_head_is_not_evicted(platform: Platform) -> None:
+    head = pod("head", IMAGE, labels={"ray.io/node-type": "head"})
+    platform.kubectl("create", "-f", "-", stdin=head)
+    platform.wait("pod/head", "condition=ready")
+    meta = {"name": "head", "namespace": platform.namespace}
+    eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta})
+    path = f"/api/v1/namespaces/{platform.namespace}/pods/head/eviction"
+    refused = platform.kubectl("create", "--raw", path, "-f", "-", stdin=eviction, check=False)
+    assert "disruption budget" in refused.stderr
+    platform.kubectl("delete", "pod", "head")
+
+
+def test_each_user_of_the_store_has_its_bucket_and_no_other(platform: Platform) -> None:
+    user, key = KEYS["tidemill-store"]
+    with platform.forwarded("store", 9000) as address:
+        store = ObjectStore.connect(f"http://{address}", "tidemill", user, key)
+        store.put_bytes("runs/a", b"content")
+        assert store.get_bytes("runs/a") == b"content"
+        with pytest.raises(S3Error) as refused:
+            Minio(endpoint=address, access_key=user, secret_key=key, secure=False).stat_object(
+                bucket_name="mlflow", object_name="any"
+            )
+        assert refused.value.code == "AccessDenied"
+
+
+def test_mlflow_keeps_runs_and_puts_artifacts_into_its_bucket(platform: Platform) -> None:
+    from mlflow import MlflowClient
+
+    with platform.forwarded("mlflow", 5000) as address:
+        client = MlflowClient(f"http://{address}")
+        run = client.create_run(client.create_experiment("platform")).info.run_id
+        client.log_metric(run, "reward", 0.5)
+        client.log_text(run, "all well", "report.md")
+        assert client.get_run(run).data.metrics == {"reward": 0.5}
+    user, key = KEYS["tidemill-mlflow-store"]
+    with platform.forwarded("store", 9000) as address:
+        stored = ObjectStore.connect(f"http://{address}", "mlflow", user, key).list("")
+    assert [item.key for item in stored if item.key.endswith(f"{run}/artifacts/report.md")] != []
+
+
+def test_mlflow_is_found_again_after_its_pod_is_lost(platform: Platform) -> None:
+    from mlflow import MlflowClient
+
+    with platform.forwarded("mlflow", 5000) as address:
+        MlflowClient(f"http://{address}").create_registered_model("kept")
+    platform.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=mlflow", "--force", "--grace-period=0")
+    platform.wait("deployment/mlflow")
+    with platform.forwarded("mlflow", 5000) as address:
+        assert MlflowClient(f"http://{address}").get_registered_model("kept").name == "kept"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("mlflow:5000", 200), ("mlflow.tidemill.svc:5000", 200), ("evil.example", 403)]
+)
+def test_mlflow_answers_by_its_own_names_only(platform: Platform, host: str, status: int) -> None:
+    with platform.forwarded("mlflow", 5000) as address:
+        request = urllib.request.Request(f"http://{address}/api/2.0/mlflow/experiments/search?max_results=1")
+        request.add_header("Host", host)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                assert answer.status == status
+        except urllib.error.HTTPError as refused:
+            assert refused.code == status
+
+
+def test_the_reaper_runs_to_its_end(platform: Platform) -> None:
+    platform.kubectl("create", "job", "reap-now", "--from=cronjob/tidemill-reaper")
+    eventually("reaper", lambda: finished(platform, "reap-now"), 120)
+    log = platform.kubectl("logs", "job/reap-now").stdout
+    assert succeeded(platform, "reap-now"), log
+
+
+def finished(platform: Platform, job: str) -> bool:
+    return bool(platform.kubectl("get", "job", job, "-o", "jsonpath={.status.conditions[*].type}").stdout)
+
+
+def succeeded(platform: Platform, job: str) -> bool:
+    return platform.kubectl("get", "job", job, "-o", "jsonpath={.status.succeeded}").stdout == "1"

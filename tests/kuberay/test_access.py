@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+import pytest
+import yaml
+from manifest_rig import ROOT, on_kubernetes
+
+from tidemill.config import RunConfig
+from tidemill.errors import ClusterError, ConfigError
+from tidemill.kuberay.access import LOGS, PERMISSIONS, check_access
+from tidemill.kuberay.cluster import NODES, RAY_JOBS, SECRETS, WORKFLOWS, Kind
+from tidemill.kuberay.fake import FakeClock, FakeCluster
+
+KEYS = {"access_key": "YQ==", "secret_key": "Yg=="}
+GPU = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+WITHOUT_LOOKS = (("get", SECRETS), ("list", NODES))
+
+
+def cluster(
+    *, secrets: dict[str, dict[str, str]] | None = None, forbidden: Collection[tuple[str, Kind]] = (), **more: object
+) -> FakeCluster:
+    """A cluster with the store's keys, and with one node of eight GPUs beside one without any."""
+    found = FakeCluster(FakeClock(), forbidden=forbidden, **more)  # type: ignore[arg-type]
+    for name, data in (secrets if secrets is not None else {"tidemill-store": KEYS}).items():
+        found.objects[SECRETS, name] = {"metadata": {"name": name}, "data": data}
+    for name, labels, gpus in (("gpu-1", GPU, {"nvidia.com/gpu": "8"}), ("cpu-1", {"pool": "cpu"}, {})):
+        node = {"metadata": {"name": name, "labels": labels}, "status": {"allocatable": {"cpu": "64", **gpus}}}
+        found.objects[NODES, name] = node
+    return found
+
+
+def refused(config: RunConfig, found: FakeCluster) -> str:
+    """What is said of a run that the cluster would not take."""
+    with pytest.raises((ConfigError, ClusterError)) as caught:
+        check_access(config, found)
+    assert found.made == []
+    return str(caught.value)
+
+
+def test_a_run_that_fits_is_let_through_and_makes_nothing() -> None:
+    found = cluster()
+    check_access(on_kubernetes("kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3", "rollout.tensor_parallel_size=8"), found)
+    assert found.made == []
+
+
+def test_every_missing_permission_is_named_at_once() -> None:
+    said = refused(on_kubernetes(), cluster(forbidden=[("create", RAY_JOBS), ("delete", RAY_JOBS), ("get", LOGS)]))
+    assert "no permission in namespace tidemill to create, delete rayjobs.ray.io; get pods/log. " in said
+
+
+@pytest.mark.parametrize(("verb", "kind"), [(verb, kind) for kind, verbs in PERMISSIONS for verb in verbs])
+def test_each_permission_that_a_run_uses_is_asked_for(verb: str, kind: Kind) -> None:
+    assert f"{verb} {kind}" in refused(on_kubernetes(), cluster(forbidden=[(verb, kind)]))
+
+
+def test_a_cluster_without_kuberay_is_refused() -> None:
+    said = refused(on_kubernetes(), cluster(missing=[RAY_JOBS]))
+    assert said == "the cluster knows no rayjobs.ray.io: install the KubeRay operator"
+
+
+@pytest.mark.parametrize(
+    ("secrets", "setting", "message"),
+    [
+        ({}, "name=a", "kubernetes.store_secret = 'tidemill-store': allowed is a secret of namespace tidemill"),
+        (
+            {"tidemill-store": {"access_key": "YQ=="}},
+            "name=a",
+            "kubernetes.store_secret = 'tidemill-store': allowed is a secret with access_key and secret_key. It has no "
+            "secret_key",
+        ),
+        ({"tidemill-store": KEYS}, "kubernetes.secrets=[hub]", "kubernetes.secrets = 'hub'"),
+        ({"tidemill-store": KEYS}, "kubernetes.image_pull_secrets=[hub]", "kubernetes.image_pull_secrets = 'hub'"),
+    ],
+)
+def test_a_secret_that_is_missing_or_wrong_is_named(
+    secrets: dict[str, dict[str, str]], setting: str, message: str
+) -> None:
+    assert refused(on_kubernetes(setting), cluster(secrets=secrets)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("kubernetes.gpu_type=B200", "kubernetes.gpu_type = 'B200': allowed is a GPU that some node has: NVIDIA-H100"),
+        ("kubernetes.node_selector={pool: gpu}", "kubernetes.node_selector = {'pool': 'gpu'}: allowed is labels of"),
+        ("rollout.tensor_parallel_size=16", "rollout.tensor_parallel_size = 16: allowed is no more than"),
+        ("kubernetes.node_selector={pool: cpu}", "trainer.ranks = 1: allowed is no more than the nvidia.com/gpu"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_said_before_a_pod_waits_for_them(setting: str, message: str) -> None:
+    assert refused(on_kubernetes(setting), cluster()).startswith(message)
+
+
+def test_both_labels_must_be_on_one_node() -> None:
+    settings = ("kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3", "kubernetes.node_selector={pool: cpu}")
+    assert "No node has all of nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3,pool=cpu" in refused(
+        on_kubernetes(*settings), cluster()
+    )
+
+
+def test_ranks_are_counted_by_the_pod() -> None:
+    check_access(on_kubernetes("trainer.ranks=32"), cluster())
+
+
+def test_a_run_on_processors_needs_no_gpu() -> None:
+    check_access(on_kubernetes("kubernetes.gpu_resource=null", "kubernetes.node_selector={pool: cpu}"), cluster())
+
+
+def test_what_we_may_not_look_at_is_left_out() -> None:
+    blind = cluster(secrets={}, forbidden=WITHOUT_LOOKS)
+    check_access(on_kubernetes("kubernetes.gpu_type=B200"), blind)
+
+
+def test_a_manifest_that_is_wrong_is_refused_before_the_cluster_sees_it() -> None:
+    config = on_kubernetes("kubernetes.tolerations=[{operater: Exists}]")
+    assert re.search(r"tolerations\[1\]\.operater", refused(config, cluster(missing=[RAY_JOBS])))
+
+
+def test_the_role_of_the_pipeline_allows_just_what_is_asked_for() -> None:
+    objects = yaml.safe_load_all((ROOT / "k8s/base/accounts.yaml").read_text(encoding="utf-8"))
+    [role] = [o for o in objects if o["kind"] == "Role" and o["metadata"]["name"] == "tidemill-pipeline"]
+    allowed = {
+        (verb, group, resource)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    asked = {(verb, kind.group, kind.plural) for kind, verbs in PERMISSIONS for verb in verbs}
+    assert allowed - asked == {("get", WORKFLOWS.group, WORKFLOWS.plural)}  # only where a pipeline runs in Argo
+    assert asked <= allowed

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from manifest_rig import GOLDEN, LARGE, ROOT, Tree, cluster, container, group, large_run, on_kubernetes, templates
+
+from tidemill.errors import ConfigError
+from tidemill.kuberay.manifest import LONGEST_VALUE, RAY_VERSION, ray_job
+from tidemill.kuberay.names import API_SERVER_LABEL, job_name, selector
+from tidemill.run_file import parse_config
+
+
+def variables(template: Tree) -> dict[str, str]:
+    """Environment variables with values as the container sees them."""
+    return {e["name"]: e["value"].replace("$$", "$") for e in container(template)["env"] if "value" in e}
+
+
+def texts(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from (str(key), *texts(value))
+    elif isinstance(node, list):
+        for value in node:
+            yield from texts(value)
+    else:
+        yield str(node)
+
+
+def test_a_large_run_is_the_golden_manifest() -> None:
+    assert large_run() == yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))
+
+
+def test_every_pod_passes_the_restricted_pod_security_standard() -> None:
+    job = ray_job(on_kubernetes(*LARGE), 1)
+    restricted = {"allowPrivilegeEscalation": False, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}}
+    assert cluster(job)["autoscalerOptions"]["securityContext"] == restricted
+    for template in templates(job).values():
+        pod = template["spec"]
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "runAsGroup": 1000,
+            "fsGroup": 1000,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        assert [one["securityContext"] for one in pod["containers"]] == [restricted]
+        assert {kind for volume in pod["volumes"] for kind in volume} <= {"name", "emptyDir", "projected"}
+        assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & pod.keys()
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_only_the_autoscaler_sees_a_token_of_kubernetes(most: int) -> None:
+    job = ray_job(on_kubernetes(f"kubernetes.max_engines={most}"), 1)
+    folder = "/var/run/secrets/kubernetes.io/serviceaccount"
+    for template in templates(job).values():
+        assert template["spec"]["automountServiceAccountToken"] is False
+        assert folder not in [mount["mountPath"] for mount in container(template)["volumeMounts"]]
+    projected = [v["name"] for v in templates(job)["head"]["spec"]["volumes"] if "projected" in v]
+    mounts = cluster(job).get("autoscalerOptions", {}).get("volumeMounts", [])
+    assert [(mount["name"], mount["mountPath"]) for mount in mounts] == [(name, folder) for name in projected]
+    assert len(projected) == (most > 1)
+    reaching = [name for name, t in templates(job).items() if API_SERVER_LABEL in t["metadata"]["labels"]]
+    assert reaching == ["head"] * (most > 1)
+
+
+def test_nothing_is_tried_again_by_kuberay() -> None:
+    """kuberay#1902, #2376, #4971: a second submission fails or doubles the run, a second cluster hides the first."""
+    spec = ray_job(on_kubernetes(), 1)["spec"]
+    assert spec["submissionMode"] == "K8sJobMode"
+    assert (spec["submitterConfig"]["backoffLimit"], spec["backoffLimit"]) == (0, 0)
+    assert {template["spec"]["restartPolicy"] for template in templates({"spec": spec}).values()} == {"Never"}
+
+
+def test_the_cluster_ends_whatever_happens() -> None:
+    """kuberay#4033, #1990: clusters that nobody deletes, image pulls that never end."""
+    times = ("kubernetes.max_hours=1.5", "kubernetes.start_timeout_s=600", "kubernetes.keep_s=60")
+    spec = ray_job(on_kubernetes(*times), 1)["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["ttlSecondsAfterFinished"] == 60
+    assert spec["activeDeadlineSeconds"] == 5400
+    assert spec["preRunningDeadlineSeconds"] == 600
+
+
+def test_the_head_does_no_work() -> None:
+    """kuberay#4287: actors on the head take the memory that Ray's own services need."""
+    head = cluster(ray_job(on_kubernetes(), 1))["headGroupSpec"]
+    assert (head["rayStartParams"]["num-cpus"], head["rayStartParams"]["num-gpus"]) == ("0", "0")
+    assert "resources" not in head["rayStartParams"]
+    assert container(head["template"])["resources"]["limits"] == {"memory": "16Gi"}
+
+
+@pytest.mark.parametrize(("ranks", "pods", "each"), [(1, 1, 1), (8, 1, 8), (24, 3, 8)])
+def test_the_trainer_group_never_changes(ranks: int, pods: int, each: int) -> None:
+    """kuberay#3738, #865: an autoscaler leaves workers behind, or takes busy ones."""
+    trainer = group(ray_job(on_kubernetes(f"trainer.ranks={ranks}", "kubernetes.max_engines=4"), 1), "trainer")
+    assert [trainer[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [pods] * 3
+    assert container(trainer["template"])["resources"]["limits"]["nvidia.com/gpu"] == str(each)
+    assert trainer["rayStartParams"]["num-gpus"] == str(each)
+    assert json.loads(*shlex.split(trainer["rayStartParams"]["resources"])) == {
+        "tidemill_trainer": each,
+        "tidemill_service": 1000,
+    }
+
+
+@pytest.mark.parametrize(("most", "scales"), [("null", False), ("2", False), ("5", True)])
+def test_the_rollout_group_grows_only_where_it_may(most: str, scales: bool) -> None:
+    job = ray_job(on_kubernetes("rollout.engines=2", f"kubernetes.max_engines={most}"), 1)
+    rollout = group(job, "rollout")
+    assert [rollout[key] for key in ("replicas", "minReplicas")] == [2, 2]
+    assert rollout["maxReplicas"] == (5 if scales else 2)
+    assert cluster(job).get("enableInTreeAutoscaling", False) is scales
+    assert ("autoscalerOptions" in cluster(job)) is scales
+    if scales:
+        options = cluster(job)["autoscalerOptions"]
+        assert (options["version"], options["resources"]["limits"]["memory"]) == ("v2", "1Gi")
+
+
+def test_every_engine_has_a_pod() -> None:
+    """kuberay#2385: what actors ask for fits into the pods that there may be."""
+    rollout = group(ray_job(on_kubernetes("rollout.tensor_parallel_size=4", "rollout.engines=3"), 1), "rollout")
+    assert rollout["replicas"] == 3
+    assert container(rollout["template"])["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert json.loads(*shlex.split(rollout["rayStartParams"]["resources"])) == {"tidemill_rollout": 1}
+
+
+def test_gpus_and_memory_are_asked_for_as_they_are_limited() -> None:
+    for template in templates(ray_job(on_kubernetes(), 1)).values():
+        resources = container(template)["resources"]
+        assert resources["requests"] == {**resources["limits"], "cpu": resources["requests"]["cpu"]}
+
+
+def test_without_a_gpu_resource_everything_runs_on_the_cpu() -> None:
+    job = ray_job(on_kubernetes("kubernetes.gpu_resource=null", "kubernetes.trainer.cpus=0.5"), 1)
+    assert not any("gpu" in key for t in templates(job).values() for key in container(t)["resources"]["limits"])
+    for name in ("trainer", "rollout"):
+        assert group(job, name)["rayStartParams"]["num-gpus"] == "0"
+        assert "tolerations" not in group(job, name)["template"]["spec"]
+    assert container(templates(job)["trainer"])["resources"]["requests"]["cpu"] == "0.5"
+    assert group(job, "trainer")["rayStartParams"]["num-cpus"] == "1"
+
+
+def test_pods_that_a_run_cannot_lose_are_not_moved() -> None:
+    """ray#64907: the autoscaler of the Kubernetes cluster evicts the head of an idle looking run."""
+    found = templates(ray_job(on_kubernetes(), 1))
+    kept = {role for role, t in found.items() if "annotations" in t["metadata"]}
+    assert kept == {"submitter", "head", "trainer"}
+    for role in kept:
+        annotations = found[role]["metadata"]["annotations"]
+        assert annotations == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+
+
+def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint() -> None:
+    """kueue#7569: a suspended run loses its head, and with it whatever no checkpoint holds."""
+    for role, template in templates(ray_job(on_kubernetes(), 1)).items():
+        hook = container(template).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+        grace = template["spec"].get("terminationGracePeriodSeconds")
+        waits = (hook[-1:], grace) == (["tidemill.kuberay.farewell"], 120)
+        assert waits == (role in ("head", "trainer"))
+
+
+def test_one_image_and_one_ray_everywhere() -> None:
+    """A client of another Ray than the head's is refused."""
+    job = ray_job(on_kubernetes("kubernetes.image=registry/tidemill:7"), 1)
+    assert {container(template)["image"] for template in templates(job).values()} == {"registry/tidemill:7"}
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert cluster(job)["rayVersion"] == RAY_VERSION
+    assert f"ray=={RAY_VERSION}" in pinned
+
+
+def test_the_head_reads_the_settings_as_they_were_given() -> None:
+    """Kubernetes replaces `$(NAME)` in values, and a shell would replace more."""
+    config = on_kubernetes("data.system_prompt='$(HOME) costs $5, `ls` 100 €'", "name=tricky")
+    told = variables(templates(ray_job(config, 3))["head"])
+    read = parse_config(told["TIDEMILL_CONFIG"])
+    assert read == config.model_copy(update={"output": Path("/work/runs")})
+    assert told["TIDEMILL_ATTEMPT"] == "3"
+    assert "$(HOME)" not in "".join(texts(ray_job(config, 3))).replace("$$(HOME)", "")
+
+
+def test_only_the_head_is_told_of_the_run() -> None:
+    job = ray_job(on_kubernetes(), 1, kfp_run_id="abc", mlflow_run_id="def", environment={"TIDEMILL_IMAGE": "x"})
+    own = {"TIDEMILL_CONFIG", "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "MLFLOW_RUN_ID", "TIDEMILL_IMAGE"}
+    assert {role: own & variables(t).keys() for role, t in templates(job).items()} == {
+        "submitter": set(),
+        "head": own,
+        "trainer": set(),
+        "rollout": set(),
+    }
+
+
+def test_secrets_are_named_and_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", "the-access-key")
+    monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "the-secret-key")
+    job = ray_job(on_kubernetes("kubernetes.store_secret=keys", "kubernetes.secrets=[hub]"), 1)
+    assert not any("the-access-key" in text or "the-secret-key" in text for text in texts(job))
+    for role in ("head", "trainer", "rollout"):
+        one = container(templates(job)[role])
+        from_secrets = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in one["env"] if "valueFrom" in e}
+        assert from_secrets == {
+            "TIDEMILL_S3_ACCESS_KEY": {"name": "keys", "key": "access_key"},
+            "TIDEMILL_S3_SECRET_KEY": {"name": "keys", "key": "secret_key"},
+        }
+        assert one["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    assert "envFrom" not in container(templates(job)["submitter"])
+
+
+def test_a_run_of_kueue_is_made_suspended() -> None:
+    job = ray_job(on_kubernetes("kubernetes.queue=research"), 1)
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    assert job["spec"]["suspend"] is True
+    assert "suspend" not in ray_job(on_kubernetes(), 1)["spec"]
+
+
+def test_what_a_run_makes_is_found_by_its_labels() -> None:
+    job = ray_job(on_kubernetes("name=my-run"), 4, kfp_run_id="abc")
+    assert job["metadata"]["name"] == job_name("my-run", 4)
+    for thing in (job, *templates(job).values()):
+        labels = thing["metadata"]["labels"]
+        assert {f"{key}={value}" for key, value in labels.items()} >= set(selector("my-run").split(","))
+        assert (labels["tidemill.dev/attempt"], labels["tidemill.dev/kfp-run"]) == ("4", "abc")
+
+
+def test_what_a_pod_writes_to_goes_with_it() -> None:
+    for role, template in templates(ray_job(on_kubernetes("kubernetes.trainer.shared_memory_gib=3"), 1)).items():
+        volumes = {volume["name"]: volume["emptyDir"] for volume in template["spec"]["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container(template)["volumeMounts"]}
+        assert mounts["/tmp"] == mounts["/work"] == {}
+        memory = {"head": "1Gi", "trainer": "3Gi", "rollout": "16Gi"}.get(role)
+        assert mounts.get("/dev/shm", {}).get("sizeLimit") == memory
+
+
+def test_the_runtime_environment_reaches_ray_as_it_was_given() -> None:
+    """KubeRay would pass it through a shell, in double quotes."""
+    given = {"pip": ["sympy"], "env_vars": {"A": '$HOME `ls` "$$" é'}}
+    job = ray_job(on_kubernetes(f"kubernetes.runtime_env={json.dumps(given)}"), 1)
+    template = templates(job)["submitter"]
+    assert container(template)["command"] == ["python3", "-m", "tidemill.kuberay.submitter"]
+    told = json.loads(variables(template)["TIDEMILL_JOB"])
+    assert told == {"entrypoint": job["spec"]["entrypoint"], "runtime_env": given}
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]) == given
+
+
+def test_settings_that_are_too_long_for_a_variable_are_refused() -> None:
+    config = on_kubernetes(f"data.system_prompt={'x' * LONGEST_VALUE}")
+    with pytest.raises(ConfigError, match=r"config = .* bytes"):
+        ray_job(config, 1)

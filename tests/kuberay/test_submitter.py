@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from tidemill.errors import RunError
+from tidemill.kuberay.submitter import PATIENCE_S, POLL_S, Submission, dashboard
+
+Answer = tuple[int, str] | OSError
+UNKNOWN = (404, "Job one does not exist")
+TAKEN = (200, '{"submission_id": "one"}')
+JOB = {"entrypoint": "true", "runtime_env": {"pip": ["sympy"]}}
+
+
+def state(status: str) -> Answer:
+    return 200, json.dumps({"status": status})
+
+
+class Ray:
+    """A dashboard that says what a test wants, and the time that passes meanwhile."""
+
+    def __init__(self, *answers: Answer, forever: Answer | None = None) -> None:
+        self.answers, self.forever = iter(answers), forever
+        self.asked: list[tuple[str, str, Mapping[str, Any] | None]] = []
+        self.told: list[str] = []
+        self.now = 0.0
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
+        self.asked.append((method, path, body))
+        answer = next(self.answers, self.forever)
+        assert answer is not None, "asked too often"
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def submission(self) -> Submission:
+        return Submission(JOB, "one", self.ask, self.sleep, lambda: self.now, self.told.append)
+
+
+def test_a_job_is_submitted_once_and_followed_to_its_end() -> None:
+    ray = Ray(UNKNOWN, TAKEN, state("PENDING"), state("RUNNING"), state("RUNNING"), state("SUCCEEDED"))
+    assert ray.submission().follow() == "SUCCEEDED"
+    assert [(method, path) for method, path, _ in ray.asked] == [
+        ("GET", "/api/jobs/one"),
+        ("POST", "/api/jobs/"),
+        *[("GET", "/api/jobs/one")] * 4,
+    ]
+    assert ray.asked[1][2] == {**JOB, "submission_id": "one"}
+    assert ray.told == ["job one: submitted", "job one: PENDING", "job one: RUNNING", "job one: SUCCEEDED"]
+
+
+def test_a_second_submitter_follows_what_the_first_one_submitted() -> None:
+    """kuberay#1902: a job that is submitted again under its number is refused, and the run with it."""
+    ray = Ray(state("RUNNING"), state("FAILED"))
+    assert ray.submission().follow() == "FAILED"
+    assert all(method == "GET" for method, _, _ in ray.asked)
+
+
+def test_a_connection_that_breaks_does_not_end_the_run() -> None:
+    away = OSError("connection reset")
+    ray = Ray(state("RUNNING"), away, away, (503, "starting"), state("RUNNING"), away, state("SUCCEEDED"))
+    assert ray.submission().follow() == "SUCCEEDED"
+
+
+def test_an_answer_that_is_lost_submits_nothing_twice() -> None:
+    ray = Ray(UNKNOWN, OSError("timed out"), state("RUNNING"), state("SUCCEEDED"))
+    assert ray.submission().follow() == "SUCCEEDED"
+    assert [method for method, _, _ in ray.asked].count("POST") == 1
+
+
+def test_ray_that_stays_away_ends_the_run() -> None:
+    ray = Ray(state("RUNNING"), forever=OSError("no route to host"))
+    with pytest.raises(RunError, match="has not answered for 120 s: no route to host"):
+        ray.submission().follow()
+    assert PATIENCE_S < ray.now <= PATIENCE_S + 2 * POLL_S
+
+
+def test_a_new_head_does_not_know_the_job_and_gets_no_other() -> None:
+    ray = Ray(UNKNOWN, TAKEN, state("RUNNING"), UNKNOWN)
+    with pytest.raises(RunError, match="head was replaced"):
+        ray.submission().follow()
+
+
+@pytest.mark.parametrize("code", [400, 401, 403])
+def test_a_job_that_ray_refuses_is_not_sent_again(code: int) -> None:
+    ray = Ray(UNKNOWN, (code, "Traceback ...\nValueError: pip must be a list\n"))
+    with pytest.raises(RunError, match=rf"refuses job one \({code}\): ValueError: pip must be a list$"):
+        ray.submission().follow()
+
+
+@pytest.fixture
+def server() -> Iterator[HTTPServer]:
+    """A dashboard that repeats what it is sent, and breaks off where it is asked to."""
+
+    class Echo(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            text = json.dumps([self.path, self.headers["Authorization"], json.loads(body)]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text) + 100 * (self.path == "/broken")))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing on the screen."""
+
+    with HTTPServer(("127.0.0.1", 0), Echo) as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("token", "header"), [("secret", "Bearer secret"), (None, None)])
+def test_requests_carry_rays_token(server: HTTPServer, token: str | None, header: str | None) -> None:
+    ask = dashboard(f"127.0.0.1:{server.server_port}", token)
+    code, text = ask("POST", "/api/jobs/", {"a": "$é"})
+    assert (code, json.loads(text)) == (200, ["/api/jobs/", header, {"a": "$é"}])
+
+
+def test_errors_of_http_are_answers_and_everything_else_is_none(server: HTTPServer) -> None:
+    ask = dashboard(f"127.0.0.1:{server.server_port}", None)
+    assert ask("GET", "/", None)[0] == 501
+    with pytest.raises(OSError, match="breaks off"):
+        ask("POST", "/broken", {})
+    with pytest.raises(OSError, match="refused"):
+        dashboard("127.0.0.1:1", None)("GET", "/", None)

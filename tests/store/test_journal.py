@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tidemill.errors import StoreError
+from tidemill.store import journal
+from tidemill.store.journal import JournalReader, JournalWriter
+from tidemill.store.object_store import ObjectStore, StoredObject
+
+PREFIX = "runs/a/attempts/1/events"
+
+
+class AwayStore(ObjectStore):
+    """Does not answer a put until told; the first such put is made all the same, and its answer lost."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store.client, store.endpoint, store.bucket)
+        self.back, self.tried = threading.Event(), threading.Event()
+
+    def put_bytes(self, key: str, data: bytes) -> StoredObject:
+        if self.back.is_set():
+            return super().put_bytes(key, data)
+        if not self.tried.is_set():
+            super().put_bytes(key, data)
+        self.tried.set()
+        raise StoreError("away")
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def writer(store: ObjectStore, path: Path) -> JournalWriter:
+    return JournalWriter(store, PREFIX, path, interval_s=0.01, close_timeout_s=20)
+
+
+def test_what_is_appended_arrives_in_order_and_whole_at_the_end(store: ObjectStore, tmp_path: Path) -> None:
+    path, reader, read = tmp_path / "events.jsonl", JournalReader(store, PREFIX), b""
+    with writer(store, path):
+        for number in range(20):
+            append(path, f"line {number}\nhalf of")
+            append(path, f" {number}\n")
+            read += reader.read()
+        append(path, "the end")
+    read += reader.read()
+    assert read == path.read_bytes()
+    assert reader.read() == b""
+
+
+def test_a_line_is_shipped_once_it_is_whole(weed: ObjectStore, tmp_path: Path) -> None:
+    path, reader = tmp_path / "log.txt", JournalReader(weed, PREFIX)
+    ships = writer(weed, path)
+    append(path, "one\ntw")
+    assert ships.ship(to_the_end=False) and reader.read() == b"one\n"
+    append(path, "o\n")
+    assert ships.ship(to_the_end=False) and reader.read() == b"two\n"
+    assert [item.key for item in weed.list(PREFIX)] == [f"{PREFIX}/000000000000.txt", f"{PREFIX}/000000000004.txt"]
+
+
+def test_a_line_longer_than_a_segment_is_cut(
+    weed: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 8)
+    path = tmp_path / "log.txt"
+    append(path, "0123456789\nab\nc")
+    writer(weed, path).ship(to_the_end=False)
+    assert [weed.get_bytes(item.key) for item in weed.list(PREFIX)] == [b"01234567", b"89\nab\n"]
+
+
+def test_nothing_is_lost_or_doubled_while_the_store_is_away(weed: ObjectStore, tmp_path: Path) -> None:
+    path, away = tmp_path / "events.jsonl", AwayStore(weed)
+    append(path, "before\n")
+    with writer(away, path):
+        assert away.tried.wait(10)
+        first = JournalReader(weed, PREFIX)
+        assert first.read() == b"before\n"  # it had arrived, whatever the writer was told
+        append(path, "meanwhile\n")
+        away.back.set()
+    assert first.read() == b"meanwhile\n"
+
+
+def test_writer_that_comes_back_to_its_file_goes_on_behind_what_is_stored(weed: ObjectStore, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append(path, "one\n")
+    with writer(weed, path):
+        pass
+    append(path, "two\n")
+    with writer(weed, path):
+        pass
+    assert JournalReader(weed, PREFIX).read() == b"one\ntwo\n"
+
+
+def test_writer_with_a_new_file_goes_on_behind_what_is_stored(weed: ObjectStore, tmp_path: Path) -> None:
+    for name, text in (("a", "a long first file\n"), ("b", "new\n")):
+        path = tmp_path / name / "events.jsonl"
+        path.parent.mkdir()
+        append(path, text)
+        with writer(weed, path):
+            pass
+    assert JournalReader(weed, PREFIX).read() == b"a long first file\nnew\n"
+
+
+@pytest.mark.parametrize("offset", [0, 3, 4, 9])
+def test_reader_starts_at_any_offset(weed: ObjectStore, tmp_path: Path, offset: int) -> None:
+    path = tmp_path / "events.jsonl"
+    for text in ("one\n", "two\n", "three\n"):
+        append(path, text)
+        with writer(weed, path):
+            pass
+    reader = JournalReader(weed, PREFIX, offset)
+    assert reader.read() == path.read_bytes()[offset:]
+    assert reader.offset == path.stat().st_size
+
+
+def test_a_missing_segment_is_an_error_and_not_a_gap(weed: ObjectStore) -> None:
+    weed.put_bytes(f"{PREFIX}/000000000000.jsonl", b"one\n")
+    weed.put_bytes(f"{PREFIX}/000000000010.jsonl", b"three\n")
+    with pytest.raises(StoreError, match="lacks the bytes 4 to 10"):
+        JournalReader(weed, PREFIX).read()
+    weed.put_bytes(f"{PREFIX}/notes.txt", b"?")
+    with pytest.raises(StoreError, match="no segment of a journal"):
+        JournalReader(weed, PREFIX, 16).read()

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tidemill.errors import CheckpointError, RunError, StoreError
+from tidemill.store.checkpoint import Checkpoints
+from tidemill.store.lease import Claim, Fence, lease_key, leased, remove_lease
+from tidemill.store.object_store import ObjectStore, StoredObject
+from tidemill.store.record import Record
+
+
+def fence(store: ObjectStore, attempt: int) -> Fence:
+    return Fence(store, "a", Claim(attempt, secrets.token_hex(4)))
+
+
+def test_a_record_is_changed_only_by_who_saw_its_last_state(store: ObjectStore) -> None:
+    record = Record(store, "runs/a/lease")
+    assert record.read() is None
+    assert record.write(b"one", None)
+    first = record.read()
+    assert first is not None and first.data == b"one"
+    assert not record.write(b"two", None)
+    assert record.write(b"two", first)
+    assert not record.write(b"three", first)
+    store.delete(record.key)
+    assert not record.write(b"three", first)
+    assert not store.exists(record.key)
+
+
+def test_of_many_that_write_at_once_one_wins(store: ObjectStore) -> None:
+    record = Record(store, "runs/a/lease")
+    with ThreadPoolExecutor(16) as threads:
+        assert sum(threads.map(lambda n: record.write(f"{n}".encode(), None), range(16))) == 1
+    seen = record.read()
+    with ThreadPoolExecutor(16) as threads:
+        assert sum(threads.map(lambda n: record.write(f"next {n}".encode(), seen), range(16))) == 1
+
+
+def test_an_older_attempt_loses_the_lease_and_commits_nothing_more(weed: ObjectStore, tmp_path: Path) -> None:
+    old, new = fence(weed, 1), fence(weed, 2)
+    (tmp_path / "model").write_text("weights")
+    old.take()
+    Checkpoints(weed, "a", 2, old.claim).commit(3, tmp_path, {})
+    new.take()
+    late = Checkpoints(weed, "a", 2, old.claim)
+    for write in (lambda: late.commit(4, tmp_path, {}), lambda: late.publish_model(4, tmp_path)):
+        with pytest.raises(CheckpointError, match="attempt 1 of a commits nothing any more: attempt 2 took the lease"):
+            write()
+    assert Checkpoints(weed, "a", 2).versions() == [3]
+    Checkpoints(weed, "a", 2, new.claim).commit(4, tmp_path, {})
+    assert Checkpoints(weed, "a", 2).versions() == [4, 3]
+
+
+def test_a_lease_that_is_lost_during_the_upload_leaves_no_commit(weed: ObjectStore, tmp_path: Path) -> None:
+    old = fence(weed, 1)
+    old.take()
+
+    class Slow(ObjectStore):
+        def upload_folder(self, folder: Path, prefix: str) -> tuple[StoredObject, ...]:
+            fence(weed, 2).take()
+            return super().upload_folder(folder, prefix)
+
+    (tmp_path / "model").write_text("weights")
+    store = Slow(weed.client, weed.endpoint, weed.bucket)
+    with pytest.raises(CheckpointError, match="attempt 2 took the lease"):
+        Checkpoints(store, "a", 2, old.claim).commit(3, tmp_path, {})
+    assert Checkpoints(weed, "a", 2).versions() == []
+
+
+def test_an_attempt_that_comes_late_does_not_begin(weed: ObjectStore) -> None:
+    took = "attempt 1 of a does not begin: attempt 2 took the lease"
+    with leased(weed, "a", Claim(2, "x")), pytest.raises(RunError, match=took):
+        fence(weed, 1).take()
+    with pytest.raises(RunError, match="attempt 2 gave the lease back"):
+        fence(weed, 1).take()
+
+
+def test_of_two_processes_of_one_attempt_the_last_one_goes_on(weed: ObjectStore) -> None:
+    first, second = fence(weed, 1), fence(weed, 1)
+    first.take()
+    second.take()
+    second.check()
+    with pytest.raises(CheckpointError, match="attempt 1 took the lease"):
+        first.check()
+    first.release()  # is not its own any more
+    second.check()
+
+
+def test_taking_again_what_one_has_changes_nothing(weed: ObjectStore) -> None:
+    mine = fence(weed, 1)
+    mine.take()
+    before = mine.record.read()
+    mine.take()
+    assert mine.record.read() == before
+
+
+def test_many_processes_of_one_attempt_leave_one_holder(weed: ObjectStore) -> None:
+    fences = [fence(weed, 3) for _ in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(Fence.take, fences))
+    holders = 0
+    for each in fences:
+        try:
+            each.check()
+        except CheckpointError:
+            continue
+        holders += 1
+    assert holders == 1
+
+
+def test_a_lease_ends_with_its_removal(weed: ObjectStore) -> None:
+    mine = fence(weed, 5)
+    mine.take()
+    remove_lease(weed, "a")
+    remove_lease(weed, "a")
+    with pytest.raises(CheckpointError, match="its lease was removed"):
+        mine.check()
+    fence(weed, 1).take()
+
+
+def test_what_is_no_lease_is_refused(weed: ObjectStore) -> None:
+    weed.put_bytes(lease_key("a"), b"{}")
+    with pytest.raises(StoreError, match="is no lease of a run"):
+        fence(weed, 1).take()

@@ -1,0 +1,128 @@
+"""Where the actors of a run go, and how many GPUs they take.
+
+On this machine, or a cluster that is there anyway, Ray places them as it likes. In the pods of `cluster.provider:
+kuberay` they ask for resources that only the pods of their group have, so that the head stays empty:
+
+    trainer pods    ranks; queue, rollouter and rewards
+    rollout pods    one engine each
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.cluster.local import cluster_resources
+from tidemill.config import RunConfig
+from tidemill.errors import ConfigError, RunError
+from tidemill.kuberay.names import ROLLOUT_RESOURCE, SERVICE_RESOURCE, TRAINER_RESOURCE
+
+POLL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an actor asks of the cluster.
+
+    Attributes:
+        gpus: whole GPUs.
+        resources: Ray's custom resources.
+    """
+
+    gpus: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    def options(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Options of a Ray actor, with environment variables of its process."""
+        variables = {"runtime_env": {"env_vars": dict(environment)}} if environment else {}
+        return {"num_cpus": 0, "num_gpus": self.gpus, "resources": dict(self.resources), **variables}
+
+
+ANYWHERE = Place()
+
+
+def engine_place(config: RunConfig) -> Place:
+    """Of an engine, with a GPU for every part of its model."""
+    return place(config, ROLLOUT_RESOURCE, config.rollout.tensor_parallel_size)
+
+
+def rank_place(config: RunConfig) -> Place:
+    """Of a trainer rank, with one GPU."""
+    return place(config, TRAINER_RESOURCE, 1)
+
+
+def service_place(config: RunConfig) -> Place:
+    """Of the queue and the rollouter."""
+    return place(config, SERVICE_RESOURCE, 0)
+
+
+def place(config: RunConfig, resource: str, gpus: int) -> Place:
+    """One of a resource with so many GPUs; without the resource outside of pods, and without GPUs where none are."""
+    if config.cluster.provider == "kuberay":
+        return Place(gpus if config.kubernetes.gpu_resource else 0, {resource: 1.0})
+    return Place(gpus if gpus and cluster_resources().get("GPU") else 0)
+
+
+def apart(config: RunConfig) -> bool:
+    """Whether the driver shares no disk with the actors."""
+    return config.cluster.provider == "kuberay"
+
+
+async def pods_ready(config: RunConfig, announce: Callable[[str], None]) -> None:
+    """Wait until all pods that the run begins with have joined the cluster: they come up after its head.
+
+    Args:
+        config: of the run; other providers have nothing to wait for.
+        announce: is told what is missing, whenever that changes.
+
+    Raises:
+        RunError: not within `kubernetes.start_timeout_s`.
+    """
+    if not apart(config):
+        return
+    limit = config.kubernetes.start_timeout_s
+    deadline, said = time.monotonic() + limit, ""
+    while missing := shortage(demand(config), cluster_resources()):
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"the cluster was not complete within kubernetes.start_timeout_s = {limit} s: {missing}. Look at the "
+                "events of its pods: no room, no such node, or an image that cannot be pulled"
+            )
+        if missing != said:
+            announce(f"wait for pods: {missing}")
+            said = missing
+        await asyncio.sleep(POLL_S)
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Refuse a cluster with fewer GPUs than the run has places for, where an actor would wait for ever.
+
+    Raises:
+        ConfigError: the cluster has GPUs, and not enough.
+    """
+    rollout, there = config.rollout, int(cluster_resources().get("GPU", 0))
+    needed = rollout.engines * rollout.tensor_parallel_size + config.trainer.ranks
+    if 0 < there < needed:
+        allowed = (
+            f"a number for which {there} GPUs suffice: every engine takes rollout.tensor_parallel_size = "
+            f"{rollout.tensor_parallel_size}, every trainer rank one, {needed} in all"
+        )
+        raise ConfigError("rollout.engines", rollout.engines, allowed, "Run on more GPUs, or with fewer engines.")
+
+
+def demand(config: RunConfig) -> dict[str, float]:
+    """Ray's resources that the run takes at its beginning."""
+    engines, ranks = config.rollout.engines, config.trainer.ranks
+    needed: dict[str, float] = {TRAINER_RESOURCE: ranks, ROLLOUT_RESOURCE: engines, SERVICE_RESOURCE: 1}
+    if config.kubernetes.gpu_resource:
+        needed["GPU"] = ranks + engines * config.rollout.tensor_parallel_size
+    return needed
+
+
+def shortage(needed: Mapping[str, float], there: Mapping[str, float]) -> str:
+    """What is missing, in words; empty if nothing."""
+    lacking = {name: there.get(name, 0.0) for name, number in needed.items() if there.get(name, 0.0) < number}
+    return ", ".join(f"{number:g} of {needed[name]:g} {name}" for name, number in lacking.items())

@@ -1,0 +1,55 @@
+"""Where to look while a run goes on, as Markdown: the page that the first step of a pipeline shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tidemill.config import RunConfig
+from tidemill.kuberay.names import RUN_LABEL
+
+DASHBOARD_PORT = 8265
+
+
+def links(config: RunConfig, kfp_run: str) -> str:
+    """The places of a run.
+
+    Args:
+        config: its settings.
+        kfp_run: id of its KFP run, "" outside of KFP.
+    """
+    on_cluster = config.cluster.provider == "kuberay"
+    rows = cluster_rows(config) if on_cluster else local_rows(config)
+    # A link that begins with # stays in the KFP UI that shows the page, wherever that is.
+    run = f"[{config.name}](#/runs/details/{kfp_run})" if kfp_run and on_cluster else config.name
+    table = "\n".join(f"| {what} | {where} |" for what, where in rows)
+    return f"# Run {run}\n\n| | |\n|---|---|\n{table}\n"
+
+
+def cluster_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(what, where) in a cluster: an address inside it, and for a browser the port to forward."""
+    kubernetes = config.kubernetes
+    pages = kubernetes.pages
+    namespace = kubernetes.namespace
+    head = f"{RUN_LABEL}={config.name},ray.io/node-type=head"
+    pod = f"$(kubectl -n {namespace} get pod -l {head} -o name)"
+    forward = f"`kubectl -n {namespace} port-forward {pod} {DASHBOARD_PORT}`, then http://127.0.0.1:{DASHBOARD_PORT}"
+    yield (
+        "Progress and log",
+        f"`tidemill status {config.name}`, `tidemill logs {config.name}`, or the log of step `train`",
+    )
+    yield "Ray dashboard", pages.get("ray") or forward
+    yield "MLflow", f"{pages.get('mlflow') or config.tracking.uri}, experiment `{config.tracking.experiment}`"
+    yield "Registered model", f"`{config.registered_model}`, alias `{config.registry.alias}`"
+    yield (
+        "Store",
+        f"{pages.get('store') or config.store.endpoint}, bucket `{config.store.bucket}`, `runs/{config.name}/`",
+    )
+    yield "End it", f"`tidemill stop {config.name}`: after a checkpoint"
+
+
+def local_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(what, where) on this machine."""
+    yield "Folder", f"`{config.folder}`: events.jsonl, log.txt, summary.json"
+    yield "MLflow", config.tracking.uri or f"`tidemill ui --output {config.output}`"
+    yield "Registered model", f"`{config.registered_model}`, alias `{config.registry.alias}`"
+    yield "Store", f"{config.store.endpoint}, bucket `{config.store.bucket}`, `runs/{config.name}/`"

@@ -1,0 +1,226 @@
+"""When trainer and engines were at work, as a picture or as a trace.
+
+    trainer    ░░░▓▓▓▓▓▓▓▓▓▒░▓▓▓▓▓▓▓▓▒     waits, updates, syncs, ...
+    engine 0   ▂▅▇▇▅▇▇▇▅▇▇▇▇▇▇▅▇▇▇▇▇▇▅     requests in flight
+
+Both are made of the `Activity` events that a run writes after every optimizer step. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from tidemill.errors import DataError
+from tidemill.observe.events import Activity, Event
+
+# Phases of the trainer that do not overlap, and how they are drawn; those inside another one are left out.
+COLORS: Mapping[str, str] = {
+    "get_groups": "#d9d9d9",
+    "advantages": "#1b9e77",
+    "pack": "#66a61e",
+    "update_actor": "#3b6fb6",
+    "sync": "#e6842a",
+    "evaluate": "#7a52a1",
+    "checkpoint": "#b5485d",
+}
+LABELS = {"get_groups": "wait for groups", "update_actor": "update", "sync": "sync weights"}
+ENGINE_COLOR = "#58a68c"
+WIDTH, LEFT, TOP, GAP = 1100, 90, 52, 10
+TRAINER_HEIGHT, ENGINE_HEIGHT = 30, 46
+TICKS = 8
+NICE = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of the trainer."""
+
+    name: str
+    start: float
+    end: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A time through which an engine has so many requests in flight."""
+
+    start: float
+    end: float
+    requests: int
+
+
+def newest_attempt(events: Iterable[Event]) -> list[Activity]:
+    """What the run did since it last started or was resumed; none if no step has finished."""
+    attempt: list[Activity] = []
+    for event in events:
+        if isinstance(event, Activity):
+            if attempt and event.step <= attempt[-1].step:
+                attempt = []
+            attempt.append(event)
+    return attempt
+
+
+def last_steps(activities: Sequence[Activity], count: int | None) -> list[Activity]:
+    """The newest steps of an attempt, all of them for None.
+
+    Raises:
+        DataError: there are none.
+    """
+    if not activities:
+        raise DataError("the run has finished no step yet, so that there is nothing to draw")
+    return list(activities if count is None else activities[-count:])
+
+
+def phases(activities: Sequence[Activity]) -> list[Phase]:
+    """What the trainer did, in order."""
+    return [
+        Phase(name, start, end, activity.step)
+        for activity in activities
+        for name, start, end in activity.phases
+        if name in COLORS
+    ]
+
+
+def loads(activities: Sequence[Activity]) -> dict[str, list[Load]]:
+    """What every engine had in flight, up to the end of the last step."""
+    _, end = span(activities)
+    changes: dict[str, list[tuple[float, int]]] = {}
+    for activity in activities:
+        for engine, part in activity.loads.items():
+            changes.setdefault(engine, []).extend((time, int(requests)) for time, requests in part)
+    return {engine: list(constant(sorted(points), end)) for engine, points in sorted(changes.items())}
+
+
+def constant(points: Sequence[tuple[float, int]], end: float) -> Iterator[Load]:
+    """The times between changes in which anything is in flight."""
+    for (start, requests), (stop, _) in zip(points, [*points[1:], (end, 0)], strict=True):
+        if requests and min(stop, end) > start:
+            yield Load(start, min(stop, end), requests)
+
+
+def span(activities: Sequence[Activity]) -> tuple[float, float]:
+    """First and last moment of the trainer."""
+    times = [phase for activity in activities for phase in activity.phases]
+    return min(start for _, start, _ in times), max(end for _, _, end in times)
+
+
+def overlap(activities: Sequence[Activity]) -> float:
+    """Share of the trainer's updates during which at least one engine was generating; 0 without any update."""
+    busy = union([(load.start, load.end) for engine in loads(activities).values() for load in engine])
+    updates = [(phase.start, phase.end) for phase in phases(activities) if phase.name == "update_actor"]
+    total = sum(end - start for start, end in updates)
+    shared = sum(max(0.0, min(e, b) - max(s, a)) for s, e in updates for a, b in busy)
+    return shared / total if total else 0.0
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals without overlaps that cover the same times."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def svg(activities: Sequence[Activity]) -> str:
+    """A picture, to be looked at in a browser or in MLflow."""
+    begin, end = span(activities)
+    scale = (WIDTH - LEFT - GAP) / max(end - begin, 1e-9)
+    engines = loads(activities)
+    height = TOP + TRAINER_HEIGHT + len(engines) * (ENGINE_HEIGHT + GAP) + 3 * GAP
+    title = f"Steps {activities[0].step} to {activities[-1].step}: engines generate during "
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
+        'font-size="12" shape-rendering="crispEdges">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        text(LEFT, 16, f"{title}{overlap(activities):.0%} of the trainer's updates", size=14),
+        *legend(),
+        text(6, TOP + 20, "trainer"),
+        *(bar(phase, begin, scale) for phase in phases(activities)),
+        *engine_rows(engines, begin, scale),
+        *axis(end - begin, scale, height),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def text(x: float, y: float, words: str, *, size: int = 12, anchor: str = "start") -> str:
+    """Words in the picture."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def legend() -> Iterator[str]:
+    """What the colours mean."""
+    x = LEFT
+    for name, color in COLORS.items():
+        words = LABELS.get(name, name)
+        yield f'<rect x="{x}" y="28" width="12" height="12" fill="{color}"/>'
+        yield text(x + 16, 38, words)
+        x += 32 + 7 * len(words)
+    yield f'<rect x="{x}" y="28" width="12" height="12" fill="{ENGINE_COLOR}"/>'
+    yield text(x + 16, 38, "groups in flight")
+
+
+def bar(phase: Phase, begin: float, scale: float) -> str:
+    """A phase of the trainer; its name and length show under the pointer."""
+    x, width = LEFT + (phase.start - begin) * scale, (phase.end - phase.start) * scale
+    return (
+        f'<rect x="{x:.2f}" y="{TOP}" width="{max(width, 0.2):.2f}" height="{TRAINER_HEIGHT}" '
+        f'fill="{COLORS[phase.name]}"><title>step {phase.step}: {phase.name} {phase.end - phase.start:.2f} s</title>'
+        "</rect>"
+    )
+
+
+def engine_rows(engines: Mapping[str, Sequence[Load]], begin: float, scale: float) -> Iterator[str]:
+    """Requests in flight as an area, to the scale of the busiest engine."""
+    most = max((load.requests for engine in engines.values() for load in engine), default=1)
+    for row, (engine, times) in enumerate(engines.items()):
+        floor = TOP + TRAINER_HEIGHT + (row + 1) * (ENGINE_HEIGHT + GAP)
+        yield text(6, floor - ENGINE_HEIGHT / 2 + 4, engine)
+        yield text(LEFT - 6, floor - ENGINE_HEIGHT + 10, str(most), size=10, anchor="end")
+        for load in times:
+            x, width = LEFT + (max(load.start, begin) - begin) * scale, (load.end - max(load.start, begin)) * scale
+            tall = ENGINE_HEIGHT * load.requests / most
+            if width > 0:
+                yield (
+                    f'<rect x="{x:.2f}" y="{floor - tall:.1f}" width="{width:.2f}" height="{tall:.1f}" '
+                    f'fill="{ENGINE_COLOR}"/>'
+                )
+
+
+def axis(seconds: float, scale: float, height: int) -> Iterator[str]:
+    """Ticks at round numbers of seconds."""
+    every = next((nice for nice in NICE if seconds / nice <= TICKS), NICE[-1])
+    for tick in range(0, int(seconds) + 1, every):
+        x = LEFT + tick * scale
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - 20}" stroke="#999" stroke-width="0.5"/>'
+        yield text(x, height - 6, f"{tick} s", size=10, anchor="middle")
+
+
+def trace(activities: Sequence[Activity]) -> str:
+    """The Trace Event Format of Chrome, which ui.perfetto.dev opens; times in microseconds."""
+    begin, _ = span(activities)
+    rows: list[dict[str, object]] = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "trainer"}},
+    ]
+    for phase in phases(activities):
+        times = {"ts": micro(phase.start - begin), "dur": micro(phase.end - phase.start)}
+        rows.append({"ph": "X", "name": phase.name, "pid": 1, "tid": 1, **times, "args": {"step": phase.step}})
+    for engine, changes in loads(activities).items():
+        for load in changes:
+            for time, requests in ((load.start, load.requests), (load.end, 0)):
+                rows.append(
+                    {"ph": "C", "name": engine, "pid": 1, "ts": micro(time - begin), "args": {"in flight": requests}}
+                )
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}) + "\n"
+
+
+def micro(seconds: float) -> float:
+    """Microseconds, with three digits behind the point."""
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,93 @@
+"""Where a run takes place, and what the steps of the pipeline ask of that place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from tidemill.cluster.local import LocalCluster
+from tidemill.config import RunConfig
+from tidemill.observe.events import EventLog
+from tidemill.observe.report import Summary
+from tidemill.preflight import check_cluster, check_room, count_weights
+from tidemill.protocols import Evaluation
+from tidemill.store.locate import Locator, locate_model
+
+
+class Provider(Protocol):
+    """One of `cluster.provider`. All methods raise TidemillError."""
+
+    def check(self) -> None:
+        """Refuse a run for which the place has no room, or nothing to run it on."""
+        ...
+
+    def provision(self, log: EventLog) -> dict[str, Any]:
+        """Take what the run needs; what an earlier try took is used. Returns what `train` is told, a JSON value."""
+        ...
+
+    def train(self, provisioned: Mapping[str, Any], log: EventLog) -> Summary:
+        """Train to the end."""
+        ...
+
+    def score(self, summary: Summary) -> Evaluation | None:
+        """What the exported model answers to the held-out prompts; None where it was not asked."""
+        ...
+
+    def teardown(self) -> None:
+        """Give back what `provision` took; may be called again, and without it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProvider:
+    """This machine, with a Ray of its own or the one at RAY_ADDRESS."""
+
+    config: RunConfig
+
+    def check(self) -> None:
+        """See `Provider.check`."""
+        check_cluster(self.config)
+        check_room(self.config, weights=0)
+
+    def provision(self, log: EventLog) -> dict[str, Any]:
+        """Start the embedded store and make the model ready."""
+        del log
+        endpoint = LocalCluster(self.config).provision()
+        model = locate_model(self.config)
+        check_room(self.config, count_weights(model.path))
+        return {"store": endpoint, "model": str(model.path), "source": model.source}
+
+    def train(self, provisioned: Mapping[str, Any], log: EventLog) -> Summary:
+        """Train in this process, which writes to the same log itself."""
+        del provisioned, log
+        from tidemill.run import train
+
+        return train(self.config)
+
+    def score(self, summary: Summary) -> Evaluation | None:
+        """Ask the exported model in an engine of its own."""
+        return None if summary.model_uri is None else score(self.config, summary.model_uri)
+
+    def teardown(self) -> None:
+        """See `Provider.teardown`."""
+        LocalCluster(self.config).teardown()
+
+
+def provider_of(config: RunConfig) -> Provider:
+    """The place of a run."""
+    if config.cluster.provider == "kuberay":
+        from tidemill.kuberay.provider import KubernetesProvider
+
+        return KubernetesProvider(config)
+    return MachineProvider(config)
+
+
+def score(config: RunConfig, model: str) -> Evaluation:
+    """Greedy answers of a model, wherever it lies, to the run's held-out prompts, from an engine in this process."""
+    from tidemill.scoring import score_model
+
+    with TemporaryDirectory(prefix="tidemill-model-") as folder:
+        return score_model(config, Locator.of(config).bring(model, Path(folder)).path)

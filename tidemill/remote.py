@@ -1,0 +1,127 @@
+"""`tidemill status | logs | stop | reap`: runs on Kubernetes, from wherever its API server can be reached."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+
+from tidemill.errors import ConfigError, RunError
+from tidemill.kuberay.attempts import WallClock
+from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of
+from tidemill.kuberay.names import STOP, attempt_of, selector
+from tidemill.kuberay.reap import Reaped, reap, sweep
+from tidemill.kuberay.release import release_run
+from tidemill.kuberay.state import NODE_TYPE, seconds
+from tidemill.kuberay.status import look
+
+ALL = "all"
+MINUTE_S = 60.0
+FOLLOW_S = 2.0
+LONGEST = 1_000_000
+"""Lines of a log that are shown at most."""
+
+
+def status(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
+    """Where runs stand, and why they do not go on."""
+    run = None if arguments.run == ALL else arguments.run
+    found = look(cluster, run, time.time())
+    if not found and run is not None:
+        raise unknown(cluster, run)
+    if not found:
+        say(console, f"no runs in namespace {cluster.namespace}")
+    for one in found:
+        for line in one.lines():
+            say(console, line)
+    return 0
+
+
+def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
+    """What the driver of the newest attempt wrote; on and on with `--follow`, also through new attempts."""
+    seen: set[str] = set()
+    while True:
+        pod = driver_pod(cluster, arguments.run)
+        if pod is not None and name_of(pod) not in seen:
+            seen.add(name_of(pod))
+            lines = (
+                cluster.follow(name_of(pod)) if arguments.follow else cluster.log(name_of(pod), lines=10**6).split("\n")
+            )
+            for line in lines:
+                say(console, line)
+        jobs = cluster.list(RAY_JOBS, selector(arguments.run))
+        if pod is None and not jobs:
+            raise RunError(
+                f"run {arguments.run} has no pod any more; its log stands in the object store below "
+                f"runs/{arguments.run}/attempts/, and at the end of step `train`"
+            )
+        if not arguments.follow or not jobs:
+            return 0
+        time.sleep(FOLLOW_S)
+
+
+def lines_of(cluster: Cluster, pod: str, *, follow: bool) -> Iterable[str]:
+    """The log of a pod."""
+    return cluster.follow(pod) if follow else cluster.log(pod, lines=LONGEST).splitlines()
+
+
+def driver_pod(cluster: Cluster, run: str) -> Object | None:
+    """The pod that follows the driver of the newest attempt, once it has begun to write."""
+    pods = [pod for pod in cluster.list(PODS, selector(run)) if NODE_TYPE not in labels_of(pod)]
+    started = [pod for pod in pods if pod["status"].get("phase") != "Pending"]
+    newest = sorted(started, key=lambda pod: seconds(pod["metadata"]["creationTimestamp"]))
+    return newest[-1] if newest else None
+
+
+def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
+    """Have a run end after a checkpoint; with `--now` delete it."""
+    jobs = cluster.list(RAY_JOBS, selector(arguments.run))
+    if not jobs:
+        raise unknown(cluster, arguments.run)
+    if arguments.now:
+        release_run(cluster, arguments.run, None, WallClock())
+        say(console, f"{arguments.run} is deleted; its newest checkpoint is kept")
+        return 0
+    job = max(jobs, key=lambda job: attempt_of(labels_of(job)))
+    if STOP not in annotations_of(job):
+        cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: arguments.reason}}})
+    say(
+        console,
+        f"{arguments.run} ends after the step under way, with a checkpoint and a model; `tidemill status "
+        f"{arguments.run}` shows how far it is, `--now` deletes it at once",
+    )
+    return 0
+
+
+def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
+    """Delete what nobody looks after; what KFP has to be asked for comes last, because it may not answer."""
+    from tidemill.kuberay.kfp_runs import KfpRuns
+
+    now, age, dry = time.time(), arguments.older_than * MINUTE_S, arguments.dry_run
+    reaped = reap(cluster, age, now, dry_run=dry)
+    tell(console, reaped, dry_run=dry)
+    if arguments.endpoint:
+        more = reap(cluster, age, now, KfpRuns(arguments.endpoint).is_over, dry_run=dry)
+        tell(console, [job for job in more if job not in reaped], dry_run=dry)
+    if not dry:
+        sweep(cluster, now)
+    return 0
+
+
+def tell(console: Console, reaped: Sequence[Reaped], *, dry_run: bool) -> None:
+    """What was deleted, and why."""
+    for job in reaped:
+        say(console, f"{'would delete' if dry_run else 'deleted'} {job.name}: {job.reason}")
+
+
+def say(console: Console, line: str) -> None:
+    """One line as it is."""
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def unknown(cluster: Cluster, run: str) -> ConfigError:
+    """There is no such run."""
+    known = ", ".join(one.run for one in look(cluster, None, time.time())) or "there is none"
+    fix = "Name one of them, or its namespace with --namespace."
+    return ConfigError("RUN", run, f"a run of namespace {cluster.namespace}: {known}", fix)
