@@ -158,7 +158,7 @@ def test_all_steps_use_the_image_of_the_form_and_install_nothing(name: str) -> N
     used = {executor["container"]["image"] for executor in spec["deploymentSpec"]["executors"].values()}
     assert used == {IMAGE_PARAMETER}
     assert spec["root"]["inputDefinitions"]["parameters"]["steps_image"]["defaultValue"] == tidemill_components.IMAGE
-    assert f":{tidemill.__version__}-" in tidemill_components.IMAGE
+    assert tidemill_components.IMAGE.endswith(f"python:{tidemill.__version__}")
     assert "pip install" not in golden(name).read_text()
 
 
