@@ -54,7 +54,7 @@ RUN --mount=type=bind,from=tools,source=/build,target=/build \
 RUN --mount=type=bind,from=wheel,source=/build,target=/build \
     /build/uv/bin/uv pip install --quiet --no-deps /build/dist/*.whl
 ARG REVISION
-LABEL org.opencontainers.image.title="tidemill-pipelines" \
+LABEL org.opencontainers.image.title="tidemill-python" \
       org.opencontainers.image.description="Steps of Tidemill's pipeline, its reaper, and an MLflow server" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"

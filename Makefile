@@ -33,10 +33,10 @@ export UV_LINK_MODE ?= hardlink
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test lint format bench bench-peers minio golden lock-gpu images image-gpu cluster-up \
-	cluster-down test-image test-cluster clean
+	cluster-down test-image minio-image test-cluster test-cluster-full clean
 
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 26
 
 setup: $(READY)  ## Make .venv with everything pinned (once; a few seconds when nothing changed)
 
@@ -100,7 +100,7 @@ lock-gpu: $(UV)  ## Write constraints-gpu.txt again: the versions of the gpu ima
 	@mv constraints-gpu.new constraints-gpu.txt && rm constraints-gpu.lock constraints-gpu.in
 
 images:  ## Build the images cpu and pipelines with docker; BUILDER='buildah bud --layers' takes buildah
-	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-pipelines:$(VERSION)-python .
+	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-python:$(VERSION) .
 	$(BUILDER) --target cpu --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-cpu:$(VERSION) .
 
 image-gpu:  ## Build the image gpu
@@ -114,11 +114,19 @@ cluster-down:  ## Remove that Kubernetes with all its data
 
 test-image:  ## Build the small image that the cluster tests run pods of
 	rm -rf .cache/test-image && mkdir -p .cache/test-image
-	cp -r tidemill constraints.txt tests/cluster/image/* .cache/test-image
+	cp -r tidemill constraints.txt tests/cluster/image/* .cache/test-image && find .cache/test-image -name __pycache__ -prune -exec rm -r {} +
 	$(BUILDER) -t localhost/tidemill-stub:1 .cache/test-image
 
 test-cluster: setup  ## Tests against the cluster of KUBECONFIG, whose nodes have the image of test-image
 	$(BIN)/python -m pytest tests/cluster -m cluster
+
+minio-image: $(CACHE)/bin/minio  ## Build an image of that MinIO, for the tests on a cluster
+	rm -rf .cache/minio-image && mkdir -p .cache/minio-image
+	cp $(CACHE)/bin/minio tests/cluster/minio/Dockerfile .cache/minio-image
+	$(BUILDER) -t localhost/minio:test .cache/minio-image
+
+test-cluster-full: setup  ## The demo in pods, with faults, on the cluster of KUBECONFIG (by hand, up to an hour)
+	$(BIN)/python tests/cluster/full.py
 
 clean:  ## Remove what make and the tests made, but no run
 	rm -rf $(VENV) $(PEERS) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,10 +1,11 @@
 """Throughput, latency, memory and losses of the message queue, beside the `MessageQueue` actor of verl.
 
 Both pass the same bytes from so many producers to one consumer: as many groups as the queue holds, so that neither
-waits for room. Ours puts one group a call, as the rollouter does: the bytes into the object store, a reference into the
-queue; the consumer leases batches, fetches and acknowledges. verl's client has one call a group at either end, with the
-bytes in it. What its rollouter asks the queue besides, before every group, is left out. verl runs in an environment of
-its own (`make bench-peers`) and in a Ray of its own; the two take turns.
+waits for room. A producer puts one group and waits until the queue has it, as the rollouter does. The consumer reads
+every byte. Ours leases the groups of an optimizer step at once, as the trainer does, and
+acknowledges them; verl's client has one call a group at either end. What its rollouter asks the queue besides, before
+every group, is left out. verl runs in an environment of its own (`make bench-peers`) and in a Ray of its own; the two
+take turns.
 
 Encoding is measured apart: a group as one safetensors blob, beside cloudpickle of the same group, which is how verl
 packs its samples.
@@ -31,7 +32,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 from results.row import Row, write_rows
-from transfer.load import Load, Timing, memory_bytes, transfer, uid_of
+from transfer.load import Load, Timing, memory_bytes, read, transfer, uid_of
 
 from tidemill.actors.queue import RemoteQueue, start_queue
 from tidemill.protocols import Delivery
@@ -39,7 +40,7 @@ from tidemill.records import Group, GroupHeader, Prompt, Rollout, VersionSpan
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
-BATCH = 16
+BATCH = 32
 DEADLINE_S = 120.0
 FULL_DEADLINE_S = 1.0
 BYTES_IN_A_PASS = 160e6
@@ -76,14 +77,14 @@ def start_verl(python: Path) -> Iterator[Verl]:
 
 async def put(queue: RemoteQueue, payload: bytes, timeout_s: float = DEADLINE_S) -> None:
     header = GroupHeader(uid_of(payload), 0, 1, len(payload))
-    await queue.put([Delivery(header, ray.put(payload))], timeout_s)
+    await queue.put([Delivery(header, payload)], timeout_s)
 
 
 async def take(queue: RemoteQueue, count: int) -> list[int]:
     uids: list[int] = []
     while len(uids) < count:
         lease = await queue.lease(min(BATCH, count - len(uids)), 0, DEADLINE_S)
-        uids += map(uid_of, await asyncio.gather(*(delivery.payload for delivery in lease.deliveries)))
+        uids += [read(delivery.payload) for delivery in lease.deliveries]
         await queue.acknowledge(lease.lease_id)
     return uids
 

@@ -27,15 +27,14 @@ from pathlib import Path
 import ray
 import torch
 from results.row import Row, write_rows
-from safetensors import safe_open
 
 from tidemill.protocols import WeightUpdate
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
+from tidemill.sync.mapped_weights import MappedWeights
 from tidemill.sync.outbox import MemoryOutbox
 from tidemill.sync.publisher import WeightPublisher
 from tidemill.sync.receiver import Receiver
-from tidemill.train.model import write_weights
 
 MEMORY = Path("/dev/shm")
 SIDE = 1024  # a tensor has this many rows and columns: 2 MiB
@@ -90,7 +89,9 @@ class Ways:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.version = 0
+        self.version, self.loop = 0, asyncio.new_event_loop()
+        self.exports, self.adopted = MappedWeights(), MappedWeights()
+        self.outdated: WeightUpdate | None = None
         self.outbox = MemoryOutbox(self.folder / "outbox", self.export)
         self.publishers = {way: WeightPublisher(f"runs/{n}", n) for way, n in ((OURS[1], 1 << 30), (OURS[2], 1))}
         self.receivers = {way: Receiver(self.folder / f"{n}", self.opened, 60) for n, way in enumerate(self.publishers)}
@@ -103,16 +104,16 @@ class Ways:
 
     async def export(self, path: Path) -> int:
         """As the trainer does."""
-        return write_weights(path, self.weights.weights, torch.bfloat16)
+        return self.exports.write(path, self.weights.weights, torch.bfloat16)
 
     def all(self) -> dict[str, Callable[[], None]]:
         """By name, those to compare with first."""
         return {
             COPY: self.copy,
             RAY: self.ray,
-            OURS[0]: lambda: asyncio.run(self.shared_memory()),
-            OURS[1]: lambda: asyncio.run(self.object_store(OURS[1])),
-            OURS[2]: lambda: asyncio.run(self.object_store(OURS[2])),
+            OURS[0]: lambda: self.loop.run_until_complete(self.shared_memory()),
+            OURS[1]: lambda: self.loop.run_until_complete(self.object_store(OURS[1])),
+            OURS[2]: lambda: self.loop.run_until_complete(self.object_store(OURS[2])),
         }
 
     def copy(self) -> None:
@@ -129,11 +130,13 @@ class Ways:
             self.weights.load(name, tensor)
 
     async def shared_memory(self) -> None:
-        """A file in memory, mapped."""
+        """One of two files in memory, which stay mapped on both sides."""
         self.version += 1
         update = (await self.outbox.write(self.version)).update
         self.adopt(update)
-        self.outbox.retire(update)
+        if self.outdated:
+            self.outbox.retire(self.outdated)
+        self.outdated = update
 
     async def object_store(self, way: str) -> None:
         """Through S3, from an export to a fetched file."""
@@ -146,30 +149,34 @@ class Ways:
 
     def adopt(self, update: WeightUpdate) -> None:
         """As the engine reads a file, without vLLM's own work."""
-        with safe_open(update.path, framework="pt", device="cpu") as file:
-            for name in self.weights.parameters:
-                self.weights.load(name, file.get_tensor(name))
+        with self.adopted.reading(Path(update.path), update.nbytes) as mapped:
+            for name, tensor in mapped.tensors.items():
+                self.weights.load(name, tensor)
 
     def close(self) -> None:
         """Free the memory."""
         for receiver in self.receivers.values():
             receiver.close()
         self.outbox.close()
+        self.loop.close()
 
 
 def measure(megabytes: int, repeats: int, store: ObjectStore) -> list[Row]:
-    """Seconds of every way, alternating; the first pass warms up, and is where the delta has no base yet."""
+    """Seconds of every way, alternating. The first two passes warm up.
+
+    They make the files that later ones use again, and in the first the delta has no base yet.
+    """
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="tidemill-bench-") as folder:
         ways = Ways(Weights(megabytes), store, Path(folder))
-        for number in range(repeats + 1):
+        for number in range(repeats + 2):
             ways.weights.move()
             for way, run in ways.all().items():
                 start = time.perf_counter()
                 run()
                 elapsed = time.perf_counter() - start
                 ways.weights.check(way)
-                if number:
+                if number > 1:
                     seconds.setdefault(way, []).append(1000 * elapsed)
         ways.close()
     medians = {way: statistics.median(values) for way, values in seconds.items()}

@@ -1,5 +1,7 @@
 """The first step of continual training."""
 
+from typing import NamedTuple
+
 from kfp import dsl
 from tidemill_components import IMAGE
 
@@ -16,9 +18,8 @@ def renew(
     image: str,
     gpu_hours: float,
     prompts: str,
-    champion: str,
     links: dsl.Output[dsl.Markdown],
-) -> str:
+) -> NamedTuple("Renewal", [("settings", str), ("decision", str)]):  # type: ignore[valid-type]  # KFP reads it
     """Find the champion and the prompts that came since, and check the run that they make.
 
     Args:
@@ -32,14 +33,13 @@ def renew(
         image: kubernetes.image, "" as the settings say.
         gpu_hours: kubernetes.gpu_hours, 0 as the settings say.
         prompts: s3://BUCKET/PREFIX/ of .jsonl files, or any source of prompts.
-        champion: alias of the version to go on from.
         links: gets the places to look at while the run goes on.
 
     Returns:
-        The resolved settings as YAML text, "" if there are no new prompts.
+        The resolved settings as YAML text, and the decision, which is `train` or, without new prompts, `wait`.
     """
     from tidemill.renewal import begin_renewal
     from tidemill.request import Request
 
     asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
-    return begin_renewal(asked, prompts, champion, links.path)
+    return begin_renewal(asked, prompts, links.path)

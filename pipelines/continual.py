@@ -1,6 +1,6 @@
 """The pipeline for a schedule: on from the champion of the registry, with the prompts that came since.
 
-    renew ─► if there are new prompts: provision ─► train ─► evaluate ─► register ─► promote
+    renew ─► if there are new prompts: provision ─► train ─► evaluate ─► register ─► remember
         └──────────────────────── exit handler: teardown ────────────────────────────┘
 
 The first run starts from the settings' own model. A version becomes the champion if it is not worse than the one that
@@ -9,8 +9,8 @@ its run started from.
 
 from kfp import dsl
 from tidemill_components import IMAGE
-from tidemill_components.promote import promote
 from tidemill_components.register import register
+from tidemill_components.remember import remember
 from tidemill_components.renew import renew
 from tidemill_components.teardown import teardown
 from tidemill_pipelines.learning import learned
@@ -25,7 +25,6 @@ from tidemill_pipelines.tasks import KEPT, Pod
 def continual(
     config: str,
     prompts: str,
-    champion: str = "champion",
     overrides: str = "",
     run_name: str = "",
     gpu_type: str = "",
@@ -43,7 +42,6 @@ def continual(
             store.endpoint=http://HOST:PORT.
         prompts: s3://BUCKET/PREFIX/ of .jsonl files whose names sort by their date; those are taken that come after the
             last one trained with, and without a new one the run ends at once. Or any source of prompts.
-        champion: alias of the version to go on from.
         overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line.
         run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
         gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
@@ -58,8 +56,10 @@ def continual(
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
     with dsl.ExitHandler(pod.task(teardown(**name, variants="")), name="run"):
-        settings = pod.task(renew(**name, **amounts, prompts=prompts, champion=champion)).outputs["Output"]
-        with dsl.If(settings != "", name="new-prompts"):
+        renewed = pod.task(renew(**name, **amounts, prompts=prompts)).outputs
+        settings = renewed["settings"]
+        # A condition on the settings themselves would be evaluated as an expression with all their lines in it.
+        with dsl.If(renewed["decision"] == "train", name="new-prompts"):
             summary, evaluation = learned(pod, settings)
             final = pod.again(register(config=settings, summary=summary, evaluation=evaluation)).outputs["Output"]
-            pod.again(promote(config=settings, summary=final, champion=champion))
+            pod.again(remember(config=settings, summary=final))

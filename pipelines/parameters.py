@@ -1,11 +1,11 @@
 """Parameters of a pipeline as a person writes them, `NAME=VALUE`, and as KFP takes them: numbers stay numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tidemill_pipelines.catalogue import PIPELINES
 
 Value = str | int | float
-TYPES = {"String": str, "Integer": int, "Float": float}
+TYPES: Mapping[str, Callable[[str], Value]] = {"String": str, "Integer": int, "Float": float}
 
 
 def pairs(words: Sequence[str]) -> dict[str, str]:
@@ -37,7 +37,7 @@ def typed(pipeline: str, given: Mapping[str, str]) -> dict[str, Value]:
 def convert(name: str, value: str, kind: str) -> Value:
     """A value of its type."""
     try:
-        typed: Value = TYPES[kind](value)
-        return typed
+        converted: Value = TYPES[kind](value)
     except ValueError as error:
         raise ValueError(f"{name} = {value!r} is not of the type {kind}") from error
+    return converted

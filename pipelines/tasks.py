@@ -6,6 +6,10 @@ from kfp import dsl, kubernetes
 
 KEYS = {"access_key": "TIDEMILL_S3_ACCESS_KEY", "secret_key": "TIDEMILL_S3_SECRET_KEY"}
 """Keys of the store's secret, and the environment variables that they become."""
+LOGIN = "tidemill-mlflow-login"
+"""Secret with a name and a password for MLflow, where it asks for them; it need not be there."""
+ACCOUNT = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+"""Keys of that secret, and the environment variables that MLflow's client reads."""
 LABELS = {"TIDEMILL_WORKFLOW": "workflows.argoproj.io/workflow", "TIDEMILL_KFP_RUN": "pipeline/runid"}
 """Environment variables, and the labels that KFP puts on a pod: what owns the run's cluster, and whose run it is."""
 USER = 1000
@@ -36,6 +40,9 @@ class Pod:
         task.set_container_image(self.image)
         task.set_cpu_request("250m").set_memory_request(MEMORY).set_memory_limit(MEMORY)
         kubernetes.use_secret_as_env(task, secret_name=self.store_secret, secret_key_to_env=KEYS)
+        kubernetes.use_secret_as_env(
+            task, secret_name=LOGIN, secret_key_to_env={name: name for name in ACCOUNT}, optional=True
+        )
         for name, label in LABELS.items():
             kubernetes.use_field_path_as_env(task, env_name=name, field_path=f"metadata.labels['{label}']")
         kubernetes.set_timeout(task, seconds)

@@ -57,6 +57,25 @@ With --manifests it checks and prints what a run makes in a Kubernetes cluster, 
 
   tidemill compile --manifests run.yaml kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3
 """
+SUBMIT = """
+Starts a run on KFP, for a run file with cluster.provider: kuberay. Prompts that are files of this machine go to the
+run's store first, so that its keys must be in TIDEMILL_S3_ACCESS_KEY and TIDEMILL_S3_SECRET_KEY. The run is called
+NAME-ID after the KFP run. With --variants it is a sweep, with --prompts continual training: docs/kfp.md.
+
+  tidemill submit run.yaml --endpoint http://127.0.0.1:8888
+  tidemill submit run.yaml trainer.steps=500 kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3 --wait
+  tidemill submit run.yaml --variants rates.txt
+  tidemill submit run.yaml --dry-run
+"""
+SCHEDULE = """
+Starts a run on KFP again and again: enabled at once, one at a time, and none for times that were missed. Times are UTC
+unless KFP's server is set otherwise. Five fields are minute, hour, day of month, month, day of week; a sixth in front
+of them is the second.
+
+  tidemill schedule run.yaml --cron "0 2 * * *" --prompts s3://tidemill/prompts/
+  tidemill schedule --list
+  tidemill schedule --delete nightly
+"""
 CONVERT_VERL = """
 Reads the key=value settings of the verl command in a shell script, without running it, and prints them as a run file:
 each is taken over, listed as left out, or refused by name. docs/from_verl.md has the whole table.
@@ -150,14 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
     generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
 
-    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
-    compile_.add_argument(
-        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
-    )
-    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
-    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
-    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
-    settings(compile_)
+    pipeline_commands(commands)
 
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
     convert.add_argument("script", help="shell script with one verl command")
@@ -174,6 +186,35 @@ def build_parser() -> argparse.ArgumentParser:
     ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
     return parser
+
+
+def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands for the pipeline on KFP."""
+    compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
+    compile_.add_argument(
+        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
+    )
+    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
+    compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
+    compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
+    settings(compile_)
+
+    submit = add(commands, "submit", "start a run on KFP", SUBMIT)
+    submit.add_argument("file", help="the run, as YAML")
+    settings(submit)
+    submit.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
+    submit.add_argument("--dry-run", action="store_true", help="send nothing: show parameters and manifests")
+    submit.add_argument("--wait", action="store_true", help="wait for the end of the run; fail if it fails")
+    pipeline_options(submit)
+
+    schedule = add(commands, "schedule", "start a run on KFP again and again", SCHEDULE)
+    schedule.add_argument("file", nargs="?", help="the run, as YAML")
+    settings(schedule)
+    schedule.add_argument("--cron", help="when, as cron")
+    schedule.add_argument("--name", help="of the schedule (default: that of the run)")
+    schedule.add_argument("--list", action="store_true", help="only list the schedules there are")
+    schedule.add_argument("--delete", metavar="NAME", help="only delete this schedule")
+    pipeline_options(schedule)
 
 
 def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -195,6 +236,22 @@ def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser
     reap.add_argument("--endpoint", help="KFP to ask whether runs are over (default: none is asked)")
     for command in (status, logs, stop, reap):
         command.add_argument("--namespace", help="of the runs (default: that of this pod, else tidemill)")
+
+
+def pipeline_options(command: argparse.ArgumentParser) -> None:
+    """What is told to KFP besides the run."""
+    command.add_argument("--variants", metavar="FILE", help="a sweep: a variant a line, its settings apart by spaces")
+    command.add_argument(
+        "--prompts", metavar="URI", help="continual training with the new files of s3://BUCKET/PREFIX/"
+    )
+    command.add_argument("--endpoint", help="KFP's API, http(s)://HOST:PORT (default: KF_PIPELINES_ENDPOINT)")
+    command.add_argument("--kfp-namespace", default="", help="yours, where KFP has several users")
+    command.add_argument("--experiment", help="one that exists (default: tracking.experiment, made if need be)")
+    command.add_argument(
+        "--service-account", default="tidemill-pipeline", help="of the steps (default: tidemill-pipeline)"
+    )
+    command.add_argument("--steps-image", help="image of the steps (default: that of this version, without a registry)")
+    command.add_argument("--store-endpoint", help="where the store is seen from here (default: store.endpoint)")
 
 
 def settings(command: argparse.ArgumentParser) -> None:

@@ -1,5 +1,4 @@
-"""The command line: `tidemill run | train | evaluate | generate | compile | convert-verl | timeline | ui`, and for runs on
-Kubernetes `status | logs | stop | reap`.
+"""The command line, `tidemill COMMAND`; `arguments.py` lists the commands.
 
 Heavy libraries are imported by the command that needs them, so that help and mistakes are answered at once.
 """
@@ -188,6 +187,22 @@ def compile_to(pipeline: str, path: Path) -> None:
         raise RunError(f"the pipeline cannot be written to {path}:\n{done.stderr.strip()}")
 
 
+def submit(arguments: argparse.Namespace) -> int:
+    """A run on KFP."""
+    from tidemill.submission import submit as submit_run
+
+    need_kfp()
+    return submit_run(arguments)
+
+
+def schedule(arguments: argparse.Namespace) -> int:
+    """Runs on KFP, again and again."""
+    from tidemill.submission import schedule as schedule_runs
+
+    need_kfp()
+    return schedule_runs(arguments)
+
+
 def convert_verl(arguments: argparse.Namespace) -> int:
     """A run file from a verl script."""
     from tidemill.verl.convert import convert
@@ -291,6 +306,8 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "compile": compile_pipeline,
+    "submit": submit,
+    "schedule": schedule,
     "convert-verl": convert_verl,
     "status": remote,
     "logs": remote,

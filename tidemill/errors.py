@@ -7,6 +7,7 @@ TidemillError
 ├── RewardError      a reward function cannot be imported or breaks its contract
 │   └── RewardTimeoutError   a reward function did not return in time
 ├── EngineError      a generation engine failed or did not answer in time
+│   └── EngineLostError      its process died or is stuck: another engine has to take its place
 ├── SyncError        weights did not arrive whole at an engine
 │   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
@@ -53,6 +54,10 @@ class RewardTimeoutError(RewardError):
 
 class EngineError(TidemillError, RuntimeError):
     """A generation engine failed or did not answer before its deadline."""
+
+
+class EngineLostError(EngineError):
+    """An engine's process died or is stuck; what it was asked for has to be asked of another engine."""
 
 
 class SyncError(TidemillError, RuntimeError):

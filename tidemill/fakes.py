@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from tidemill.errors import EngineError, SyncError
+from tidemill.errors import EngineError, EngineLostError, SyncError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, FinishReason, Float32Array, Int32Array, VersionSpan
 
@@ -138,6 +138,7 @@ class FakeEngine:
 
     async def version(self) -> int:
         """The version that new tokens are sampled from."""
+        self._check_alive()
         return self._version
 
     async def stats(self) -> Mapping[str, float]:
@@ -226,7 +227,7 @@ class FakeEngine:
 
     def _check_alive(self) -> None:
         if self._dead:
-            raise EngineError("fake engine: it was shut down")
+            raise EngineLostError("fake engine: it was shut down")
 
 
 async def first_of(*events: asyncio.Event) -> None:

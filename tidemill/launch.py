@@ -31,6 +31,7 @@ from tidemill.observe.progress import show_events
 from tidemill.outcome import elsewhere, keep_ray_logs, program, report, say_interrupted, shown
 from tidemill.run_folder import begin, exclusive, fresh, label
 from tidemill.steps import teardown
+from tidemill.store.inputs import ship
 from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
 
@@ -43,6 +44,8 @@ def start(config: RunConfig, console: Console) -> int:
     """A new run of these settings; returns the exit status of the command."""
     with exclusive(config.output, config.name) as lock:
         named = fresh(config)
+        if named.cluster.provider == "kuberay":
+            named = ship(named)  # pods see no file of this machine
         label(lock, named.name)
         return launch(named, lock, console)
 

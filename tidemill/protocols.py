@@ -30,6 +30,7 @@ class Sampling:
         temperature: 0 is greedy.
         seed: makes the samples reproducible on an otherwise idle engine; None draws from the engine's state.
         stop: strings that end a sample.
+        priority: requests of a lower one are served first where an engine has no room for all.
     """
 
     n: int
@@ -37,6 +38,7 @@ class Sampling:
     temperature: float
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class Engine(Protocol):
         """Sample `sampling.n` completions, in order. An aborted request returns what it has, reason "abort".
 
         Raises:
-            EngineError: the engine is dead, or refuses the request (a prompt longer than its context).
+            EngineLostError: the engine is dead.
+            EngineError: it refuses the request (a prompt longer than its context).
         """
         ...
 
@@ -74,6 +77,8 @@ class Engine(Protocol):
 
         Raises:
             SyncError: the weights did not arrive whole.
+            EngineLostError: the engine is dead.
+            EngineError: it did not answer in time.
         """
         ...
 
@@ -82,7 +87,11 @@ class Engine(Protocol):
         ...
 
     async def version(self) -> int:
-        """The version that new tokens are sampled from."""
+        """The version that new tokens are sampled from.
+
+        Raises:
+            EngineLostError: the engine is dead.
+        """
         ...
 
     async def stats(self) -> Mapping[str, float]:
@@ -96,7 +105,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delivery(Generic[Ref]):
-    """A group in the queue: its header, and a reference to the payload (`Group.to_bytes`)."""
+    """A group in the queue: its header and its payload (`Group.to_bytes`), or where that is."""
 
     header: GroupHeader
     payload: Ref
@@ -214,8 +223,12 @@ class Generation(Protocol):
         """JSON value from which `Ledger.restore` goes on after a restart."""
         ...
 
-    async def evaluate(self, version: int) -> Evaluation:
-        """Score the held-out prompts with the engines' present weights."""
+    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
+        """Score the held-out prompts with the engines' present weights, or with those of one engine that is set aside.
+
+        Raises:
+            EngineLostError: that engine is lost.
+        """
         ...
 
     async def loads(self) -> Loads:

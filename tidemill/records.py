@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from tidemill.errors import DataError
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
+Buffer: TypeAlias = "bytes | NDArray[np.uint8]"  # an encoded group, also where it lies in shared memory
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -181,13 +182,14 @@ class Group:
         return blob
 
     @classmethod
-    def from_bytes(cls, blob: bytes) -> Group:
-        """Decode what `to_bytes` wrote.
+    def from_bytes(cls, blob: Buffer) -> Group:
+        """Decode what `to_bytes` wrote; the group keeps nothing of `blob`, which may be shared memory.
 
         Raises:
             DataError: the blob is not an encoded group.
         """
         try:
+            blob = bytes(blob)
             arrays = load_arrays(blob)
             header = json.loads(read_metadata(blob)["group"])
             prompt = Prompt(token_ids=arrays["prompt"], **header["prompt"])

@@ -1,6 +1,7 @@
 """Continual training: on from the champion of the registry, with the prompts that came since.
 
-A run starts from the version that has the alias, so the gate between before and after compares with the champion.
+A run starts from the champion, so the gate between before and after compares with it, and `register` makes the new
+version the champion if it passes.
 """
 
 from __future__ import annotations
@@ -16,32 +17,30 @@ import yaml
 from tidemill.config import RunConfig
 from tidemill.ends import begin
 from tidemill.errors import ConfigError, DataError
-from tidemill.observe.events import Notice
-from tidemill.observe.report import Summary
 from tidemill.request import Request
 from tidemill.run_file import parse_config
 from tidemill.steps import step
 from tidemill.store.object_store import parse_uri
-from tidemill.store.registry import aliased_version, last_prompts, note_prompts, set_alias
+from tidemill.store.registry import champion_version, last_prompts, note_prompts
 from tidemill.store.server import open_store
 
 MERGED = re.compile(r"/inputs/[0-9a-f]{64}/(?P<last>.+)$")
 """Where the new prompts of a run lie together; the name of the last file of them says how far they go."""
 SUFFIX = ".jsonl"
+TRAIN, WAIT = "train", "wait"
 
 
-def begin_renewal(request: Request, prompts: str, champion: str, page: str) -> str:
+def begin_renewal(request: Request, prompts: str, page: str) -> tuple[str, str]:
     """Find the model to go on from and the new prompts, and check the run that they make.
 
     Args:
         request: what a person asks for; its model is where the first run starts, before there is a champion.
         prompts: a folder of `.jsonl` files, `s3://BUCKET/PREFIX/` or on this machine, of which those are taken whose
             names come after the last one that was trained with; or any source that `data.train` may be.
-        champion: alias of the version to go on from.
         page: file for the page of links.
 
     Returns:
-        The resolved settings as YAML, "" if there are no new prompts.
+        The resolved settings as YAML and `train`; without new prompts "" and `wait`.
 
     Raises:
         TidemillError: naming what is wrong and what to do.
@@ -54,51 +53,27 @@ def begin_renewal(request: Request, prompts: str, champion: str, page: str) -> s
     if source is None:
         text = f"# Nothing new\n\n{prompts} has no {SUFFIX} file after `{last_prompts(config)}`.\n"
         Path(page).write_text(text, encoding="utf-8")
-        return ""
-    version = aliased_version(config, champion)
+        return "", WAIT
+    version = champion_version(config)
     tree = config.model_dump(mode="json")
     tree["data"]["train"] = source
     if version is not None:
         tree["model"] = f"models:/{config.registered_model}/{version}"
-    return begin(Request(yaml.safe_dump(tree, sort_keys=False), kfp_run=request.kfp_run, run_name=config.name), page)
+    changed = Request(yaml.safe_dump(tree, sort_keys=False), kfp_run=request.kfp_run, run_name=config.name)
+    return begin(changed, page), TRAIN
 
 
-def promote(config: str, summary: str, champion: str) -> str:
-    """Give a version that passed the gate the champion's alias; remember how far the prompts were used in any case.
+def remember(config: str, summary: str) -> None:
+    """Note how far the prompts were used, whatever came of it.
 
     Args:
         config: settings as YAML.
-        summary: what `register` returned.
-        champion: the alias.
-
-    Returns:
-        `NAME/VERSION` of the new champion, or "".
+        summary: what `register` returned; it orders the steps.
     """
-    run, final = parse_config(config), Summary.from_json(summary)
-    with step("promote", run) as log:
+    del summary
+    run = parse_config(config)
+    with step("remember", run):
         note_prompts(run, name_of(run.data.train))
-        reason = refusal(run, final, aliased_version(run, champion))
-        if reason is not None:
-            log.write(Notice(f"no new {champion}: {reason}"))
-            return ""
-        set_alias(run, champion, str(final.model_version).rpartition("/")[2])
-    return str(final.model_version)
-
-
-def refusal(run: RunConfig, summary: Summary, champion: str | None) -> str | None:
-    """Why a version does not become the champion; None if it does.
-
-    Args:
-        run: the settings that it was trained with.
-        summary: how its training ended.
-        champion: the version that has the alias now.
-    """
-    if summary.model_version is None:
-        return summary.reason("model_version")
-    known = (run.model, f"models:/{summary.model_version}")
-    if champion is not None and f"models:/{run.registered_model}/{champion}" not in known:
-        return f"version {champion} became it while this run, which began from {run.model}, went on"
-    return None
 
 
 def name_of(source: str) -> str:

@@ -15,12 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from tidemill.actors.engine import RemoteEngine, start_engine
+from tidemill.actors.engine import start_engine
 from tidemill.actors.placement import apart, check_gpus, pods_ready, service_place
 from tidemill.actors.queue import RemoteQueue, start_queue
-from tidemill.actors.ranks import RemoteRanks, fetch_groups, start_ranks
+from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
@@ -30,6 +31,8 @@ from tidemill.observe.memory import MemoryMeter
 from tidemill.observe.observer import RunObserver
 from tidemill.observe.report import Sample, Summary
 from tidemill.protocols import Evaluation
+from tidemill.rollout.elasticity import Elasticity
+from tidemill.rollout.fleet import Fleet
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.lease import Claim, Fence
 from tidemill.store.locate import locate_model
@@ -80,7 +83,7 @@ def train(config: RunConfig, stop: Stop | None = None, claim: Claim | None = Non
 class Parts:
     """The actors of a run."""
 
-    engines: list[RemoteEngine]
+    fleet: Fleet
     ranks: RemoteRanks
     queue: RemoteQueue
     generation: RemoteGeneration
@@ -91,7 +94,7 @@ class Parts:
         try:
             await attempt("stopping the generation", self.generation.stop())
             await attempt("ending the reward workers", self.generation.close())
-            await asyncio.gather(*(attempt(f"ending {engine.name}", engine.shutdown()) for engine in self.engines))
+            await asyncio.gather(*(attempt(f"ending {member.name}", member.end()) for member in self.fleet.members))
         finally:
             self.publisher.close()
 
@@ -128,9 +131,10 @@ class Run:
             try:
                 parts = await self.start_parts(observer, restart, store)
                 try:
-                    before = await self.begin(parts, observer, restart)
-                    trainer = self.make_trainer(parts, observer, restart, before)
-                    await self.learn(trainer, parts, observer)
+                    async with parts.fleet.kept():
+                        before = await self.begin(parts, observer, restart)
+                        trainer = self.make_trainer(parts, observer, restart, before)
+                        await self.learn(trainer, parts, observer)
                     model_uri = await self.finish(trainer, parts, observer, before)
                 finally:
                     await parts.close()
@@ -159,14 +163,24 @@ class Run:
         generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
         await loaded(config, [generation.start()])
         canary = await generation.canary()
-        publisher = Synchronizer(
-            engines, config.publication, make_outbox(config, ranks, store, self.claim), ranks.score, canary
+        outbox = make_outbox(config, ranks, store, self.claim)
+        publisher = Synchronizer(engines, config.publication, outbox, ranks.score, canary)
+        fleet = Fleet(
+            engines,
+            partial(start_engine, config, path),
+            config.rollout.start_timeout_s + PLACE_TIMEOUT_S,
+            generation,
+            publisher,
+            observer.notice,
+            elasticity=elasticity(config),
+            group_timeout_s=config.rollout.group_timeout_s,
         )
-        return Parts(engines, ranks, queue, generation, publisher)
+        observer.listeners.append(fleet.measured)
+        return Parts(fleet, ranks, queue, generation, publisher)
 
     async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:
         """Bring the trainer's weights to the engines and score the policy that training starts from."""
-        await parts.publisher.publish(restart.position.version if restart else 0, "keep")
+        await parts.fleet.publish(restart.position.version if restart else 0, "keep")
         if restart or self.config.data.held_out is None:
             return restart.held_out_before if restart else None
         observer.phase("score the held-out prompts before training")
@@ -192,9 +206,8 @@ class Run:
             parts.queue,
             parts.generation,
             parts.ranks,
-            parts.publisher,
+            parts.fleet,
             observer,
-            fetch=fetch_groups,
             commit=commit,
             position=restart.position if restart else Position(),
             stop=self.stop,
@@ -212,8 +225,10 @@ class Run:
             first = group.exceptions[0]
             raise first from first.__cause__  # where a remote traceback stands
 
-    async def finish(self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None) -> str:
-        """Commit the last version and export the model; returns the model's URI."""
+    async def finish(
+        self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None
+    ) -> str | None:
+        """Commit the last version and, unless there is a hurry, export the model; returns the model's URI."""
         observer.phase("commit the checkpoint and export the model")
         assert trainer.commit is not None
         await trainer.commit(trainer.position)
@@ -232,7 +247,7 @@ class Run:
         trainer: Trainer,
         observer: RunObserver,
         before: Evaluation | None,
-        model_uri: str,
+        model_uri: str | None,
         memory: MemoryMeter,
         total_seconds: float,
     ) -> Summary:
@@ -262,6 +277,12 @@ class Run:
             metrics=metrics,
             stopped=self.stop.reason if position.step < self.config.trainer.steps else None,
         )
+
+
+def elasticity(config: RunConfig) -> Elasticity | None:
+    """What moves the number of engines, where `kubernetes.max_engines` lets it."""
+    smallest, largest = config.rollout.engines, config.kubernetes.max_engines
+    return Elasticity(smallest, largest) if largest is not None and largest > smallest else None
 
 
 def make_outbox(config: RunConfig, ranks: RemoteRanks, store: ObjectStore, claim: Claim | None) -> Outbox:

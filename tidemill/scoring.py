@@ -9,8 +9,8 @@ from typing import Any
 from tidemill.config import RunConfig
 from tidemill.protocols import Evaluation
 from tidemill.rollout.engine import VllmEngine
+from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
-from tidemill.rollout.flights import EnginePool
 from tidemill.rollout.prompts import load_held_out, load_tokenizer
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.store.locate import Locator

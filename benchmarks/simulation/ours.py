@@ -75,14 +75,13 @@ class Ours:
         )
         prompts = PromptSet([{"prompt": "?"}], Tokenizer(), config.data, seed=0)
         self.queue: MessageQueue[bytes] = MessageQueue(config.queue_capacity, max_staleness)
-        self.rollouter: Rollouter[bytes] = Rollouter(
+        self.rollouter = Rollouter(
             config,
             prompts,
             None,
             engines=[SlotEngine(world) for _ in range(scenario.engines)],
             queue=self.queue,
             rewards=NoReward(),
-            store_payload=bytes,
             decode=lambda tokens: "",
             ledger=Ledger(None),
             version=0,

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from transfer.load import Load, Timing, memory_bytes, transfer, uid_of
+from transfer.load import Load, Timing, memory_bytes, read, transfer
 
 MODULE = "verl/experimental/fully_async_policy/message_queue.py"
 
@@ -48,7 +48,7 @@ class Peer:
         actor, client = await self.start(load.capacity)
 
         async def take() -> list[int]:
-            return [uid_of((await client.get_sample())[0]) for _ in range(load.groups)]
+            return [read((await client.get_sample())[0]) for _ in range(load.groups)]
 
         timing: Timing = await transfer(load.payloads(), load.producers, client.put_sample, take())
         ray.kill(actor)

@@ -7,7 +7,7 @@ version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' tidemill/__init__.py)
 for program in docker kind kubectl; do
     command -v "$program" > /dev/null || { echo "cluster-up needs $program on the PATH" >&2; exit 1; }
 done
-images=("tidemill-cpu:$version" "tidemill-pipelines:$version-python")
+images=("tidemill-cpu:$version" "tidemill-python:$version")
 for image in "${images[@]}"; do
     docker image inspect "$image" > /dev/null 2>&1 || { echo "no image $image: make images" >&2; exit 1; }
 done

@@ -63,6 +63,7 @@ class Bench:
         self.kubernetes: dict[str, Any] = {}
         self.env = {"STUB_STEP_S": "1"}
         self.trainer_steps = 3
+        self.tensor_parallel_size = 1
 
     @property
     def config(self) -> RunConfig:
@@ -80,6 +81,7 @@ class Bench:
                 "output": self.folder / "runs",
                 "data": {"train": "s3://tidemill/train.jsonl", "held_out": "s3://tidemill/train.jsonl"},
                 "rewards": [{"function": "exact_number"}],
+                "rollout": {"tensor_parallel_size": self.tensor_parallel_size},
                 "trainer": {"steps": self.trainer_steps},
                 "sync": {"transport": "object_store"},
                 "store": {"endpoint": self.store.endpoint, "bucket": self.store.bucket},
@@ -123,14 +125,14 @@ class Bench:
         found = self.admin.get(RAY_JOBS, self.job(number))
         return {} if found is None else dict(found.get("status") or {})
 
-    def until(self, what: Callable[[], object], seconds: float = 90.0) -> None:
+    def until(self, what: Callable[[], object], seconds: float = 240.0) -> None:
         """Wait for something."""
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"not within {seconds:.0f} s:\n{self.output.getvalue()}\n{self.left()}"
             threading.Event().wait(POLL_S)
 
-    def until_shown(self, text: str, seconds: float = 90.0) -> None:
+    def until_shown(self, text: str, seconds: float = 240.0) -> None:
         """Wait until a text is in the log of the step."""
         self.until(lambda: text in self.output.getvalue(), seconds)
 

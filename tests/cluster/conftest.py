@@ -6,6 +6,7 @@ its node's address, TIDEMILL_TEST_ADDRESS names one.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -64,7 +65,7 @@ def store(admin: KubernetesCluster, tmp_path_factory: pytest.TempPathFactory) ->
     keys = secrets.token_hex(8), secrets.token_hex(16)
     credentials = [{"accessKey": keys[0], "secretKey": keys[1]}]
     (folder / "s3.json").write_text(
-        yaml.safe_dump({"identities": [{"name": "t", "credentials": credentials, "actions": ["Admin"]}]})
+        json.dumps({"identities": [{"name": "t", "credentials": credentials, "actions": ["Admin"]}]})
     )
     ports = choose_ports()
     flags = ("s3.port", "master.port", "volume.port", "filer.port", "admin.port")

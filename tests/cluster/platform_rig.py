@@ -20,7 +20,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-READY_S = 240
+READY_S = 420
 KEYS = {
     "tidemill-store-admin": ("owner", "secret-of-the-owner"),
     "tidemill-store": ("runs", "secret-of-the-runs"),
@@ -47,10 +47,27 @@ class Platform:
         assert done.returncode == 0 or not check, f"{words}: {done.stderr}"
         return done
 
-    def may(self, account: str, verb: str, resource: str, *more: str) -> bool:
-        """What `kubectl auth can-i` says of a service account."""
-        who = f"--as=system:serviceaccount:{self.namespace}:{account}"
-        return self.kubectl("auth", "can-i", verb, resource, who, *more, check=False).stdout.strip() == "yes"
+    def may(self, account: str, verb: str, resource: str, namespace: str | None = None) -> bool:
+        """What `kubectl auth can-i` says of a service account; it knows kinds that the cluster has, this knows all.
+
+        Args:
+            account: of this namespace.
+            verb: such as `list`.
+            resource: `PLURAL`, `PLURAL.GROUP` or `PLURAL/PART`.
+            namespace: where; None is this one.
+        """
+        name, _, part = resource.partition("/")
+        plural, _, group = name.partition(".")
+        asked = {"namespace": namespace or self.namespace, "verb": verb, "group": group, "resource": plural}
+        spec = {
+            "user": f"system:serviceaccount:{self.namespace}:{account}",
+            "groups": ["system:serviceaccounts", f"system:serviceaccounts:{self.namespace}", "system:authenticated"],
+            "resourceAttributes": asked | {"subresource": part},
+        }
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
+        path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+        answer = json.loads(self.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(review)).stdout)
+        return bool(answer["status"]["allowed"])
 
     def apply(self, overlay: str, *extra: str) -> None:
         """Apply an overlay, all of it in this namespace."""
@@ -85,6 +102,16 @@ class Platform:
             process.terminate()
             process.wait(10)
             process.stdout.close()
+
+    def kubeconfig(self, account: str, folder: Path) -> Path:
+        """A kubeconfig of a service account, good for two hours."""
+        tree = yaml.safe_load(self.kubectl("config", "view", "--raw", "--minify", "--flatten").stdout)
+        token = self.kubectl("create", "token", account, "--duration=2h").stdout.strip()
+        tree["users"][0]["user"] = {"token": token}
+        path = folder / f"{account}.kubeconfig"
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        path.chmod(0o600)
+        return path
 
     def remove(self) -> None:
         """Delete the namespace and what stands outside of it."""

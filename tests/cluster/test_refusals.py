@@ -4,63 +4,88 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
-from cluster_rig import QUOTAS, Bench
+from cluster_rig import QUOTAS, SMALL, Bench
 
-from tidemill.errors import ClusterError
+from tidemill.errors import ClusterError, TidemillError
 from tidemill.kuberay.access import check_access
 from tidemill.kuberay.client import KubernetesCluster
-from tidemill.kuberay.cluster import RAY_JOBS
+from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS
 from tidemill.kuberay.names import STOP
+from tidemill.kuberay.status import look
+from tidemill.store.object_store import ObjectStore
 
 pytestmark = pytest.mark.cluster
 
 MINUTE = 60.0
+REMOVAL = 45.0  # pods get 30 s to end
+WORKER = SMALL | {"shared_memory_gib": 1}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "image": (
+        {"image": "localhost/no-such-image:1"},
+        r"cannot get its image localhost/no-such-image:1: .*Mend kubernetes\.image",
+    ),
+    "secret": ({"store_secret": "none"}, r'cannot start: CreateContainerConfigError: secret "none" not found'),
+    "gpu type": ({"gpu_type": "NO-SUCH-GPU"}, r"nvidia\.com/gpu\.product=NO-SUCH-GPU.*didn't match"),
+    "size": ({"rollout": WORKER | {"cpus": 1000}}, r"no node can hold pod .*Insufficient cpu"),
+    "account": (
+        {"service_account": "none"},
+        r'the cluster refuses the pods of the run: .*serviceaccount "none" not found',
+    ),
+}
 
 
-def refused(bench: Bench, message: str) -> None:
-    """The run ends with the message, soon, and leaves nothing."""
-    began = time.monotonic()
+@dataclass(frozen=True)
+class End:
+    """How a run ended: its error, seconds until then, what was left, and what `tidemill status` says."""
+
+    error: TidemillError
+    seconds: float
+    left: list[str]
+    status: str
+
+
+def end_of(bench: Bench, settings: dict[str, Any]) -> End:
+    """Begin a run that is refused, and follow it."""
+    bench.kubernetes, began = settings, time.monotonic()
     number = bench.provision()
-    with pytest.raises(ClusterError, match=message):
+    with pytest.raises(ClusterError) as caught:
         bench.follow(number)
-    told = time.monotonic() - began
-    assert bench.left() == []
-    assert told < MINUTE + 30, "the message comes within a minute, the end of the pods takes up to 30 s"
+    seconds = time.monotonic() - began
+    (status,) = look(bench.admin, bench.name, time.time())
+    return End(caught.value, seconds, bench.left(), "\n".join(status.lines()))
 
 
-def test_an_image_that_does_not_exist(bench: Bench) -> None:
-    bench.kubernetes = {"image": "localhost/no-such-image:1"}
-    refused(bench, r"cannot get its image localhost/no-such-image:1: .*Mend kubernetes\.image")
+@pytest.fixture(scope="module")
+def ends(
+    admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[End]]]:
+    """All runs that are refused, at the same time: they hold next to nothing."""
+    with ThreadPoolExecutor(len(CASES)) as threads:
+        benches = {name: Bench(admin, steps, store, tmp_path_factory.mktemp("run")) for name in CASES}
+        yield {name: threads.submit(end_of, bench, CASES[name][0]) for name, bench in benches.items()}
 
 
-def test_a_secret_that_is_missing(bench: Bench) -> None:
-    bench.kubernetes = {"store_secret": "no-such-secret"}
-    refused(bench, r'cannot start: CreateContainerConfigError: secret "no-such-secret" not found')
-
-
-def test_a_gpu_type_that_no_node_has(bench: Bench) -> None:
-    bench.kubernetes = {"gpu_type": "NO-SUCH-GPU"}
-    refused(bench, r"nvidia\.com/gpu\.product=NO-SUCH-GPU.*didn't match")
-
-
-def test_more_cores_than_a_node_has(bench: Bench) -> None:
-    bench.kubernetes = {"rollout": {"cpus": 1000, "memory_gib": 1, "shared_memory_gib": 1}}
-    refused(bench, r"no node can hold pod .*Insufficient cpu")
-
-
-def test_a_service_account_that_is_missing(bench: Bench) -> None:
-    bench.kubernetes = {"service_account": "no-such-account"}
-    refused(bench, r'the cluster refuses the pods of the run: .*serviceaccount "no-such-account" not found')
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_cannot_start_is_told_and_nothing_stays(ends: dict[str, Future[End]], case: str) -> None:
+    end = ends[case].result(300)
+    assert end.left == []
+    assert end.seconds < MINUTE + REMOVAL
+    with pytest.raises(ClusterError, match=CASES[case][1]):
+        raise end.error
+    assert "0 GPUs held" in end.status
+    assert str(end.error) in end.status
 
 
 @contextmanager
 def quota(admin: KubernetesCluster) -> Iterator[None]:
     """One GPU for the namespace, and other things without end."""
-    hard = {"requests.nvidia.com/gpu": "1"}
-    admin.create(QUOTAS, {"metadata": {"name": "gpus"}, "spec": {"hard": hard}})
+    admin.create(QUOTAS, {"metadata": {"name": "gpus"}, "spec": {"hard": {"requests.nvidia.com/gpu": "1"}}})
     try:
         yield
     finally:
@@ -69,20 +94,24 @@ def quota(admin: KubernetesCluster) -> Iterator[None]:
 
 def test_a_quota_that_is_exceeded(bench: Bench) -> None:
     with quota(bench.admin):
-        refused(bench, r"the cluster refuses the pods of the run: exceeded quota: gpus, requested: requests\.nvidia")
+        end = end_of(bench, {})
+    assert "the cluster refuses the pods of the run: exceeded quota: gpus, requested: requests.nvidia" in str(end.error)
+    assert (end.left, end.seconds < MINUTE + REMOVAL) == ([], True)
 
 
 def test_a_cluster_without_room_is_given_up_after_the_start_timeout_and_says_what_it_waits_for(bench: Bench) -> None:
-    other = Bench(bench.admin, bench.steps, bench.store, bench.folder / "other")
-    other.kubernetes = {"rollout": {"cpus": 1.2, "memory_gib": 1, "shared_memory_gib": 1}}
-    bench.kubernetes = other.kubernetes | {"start_timeout_s": 60}
-    other.trainer_steps = 500
-    other.provision()
-    other.until(lambda: other.status().get("jobDeploymentStatus") == "Running")
+    """Two runs of five GPUs each, of eight."""
+    first = Bench(bench.admin, bench.steps, bench.store, bench.folder / "first")
+    first.tensor_parallel_size = bench.tensor_parallel_size = 4
+    first.provision()
     try:
-        refused(bench, r"start_timeout_s = 60 s: .*Insufficient cpu")
+        first.until(lambda: len(first.pods()) >= 3 and all(pod["spec"].get("nodeName") for pod in first.pods()))
+        end = end_of(bench, {"start_timeout_s": 60})
     finally:
-        other.clear()
+        first.clear()
+    assert "does not run after kubernetes.start_timeout_s = 60 s" in str(end.error)
+    assert "Insufficient nvidia.com/gpu" in str(end.error)
+    assert end.left == []
 
 
 def test_a_run_that_waits_for_kueue_says_so_and_ends_when_it_is_told_to(bench: Bench) -> None:
@@ -102,6 +131,7 @@ def test_no_permission(bench: Bench, reaper: KubernetesCluster) -> None:
         check_access(bench.config, reaper)
     with pytest.raises(ClusterError, match=r"no permission to get rayjobs\.ray\.io .*tidemill-reaper"):
         reaper.get(RAY_JOBS, "x")
+    assert not reaper.may("create", CONFIG_MAPS)
 
 
 def test_the_rights_of_a_step_are_enough(bench: Bench) -> None:

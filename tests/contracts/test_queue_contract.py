@@ -37,11 +37,11 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda capacity=4, max_staleness=1, when_full="block": start(capacity, max_staleness, when_full)
 
 
-def delivery(uid: int, version: int = 0) -> Delivery[str]:
-    return Delivery(GroupHeader(uid, version, 10, 100), f"group {uid}")
+def delivery(uid: int, version: int = 0) -> Delivery[bytes]:
+    return Delivery(GroupHeader(uid, version, 10, 100), f"group {uid}".encode())
 
 
-def deliveries(*uids: int) -> list[Delivery[str]]:
+def deliveries(*uids: int) -> list[Delivery[bytes]]:
     return [delivery(uid) for uid in uids]
 
 
@@ -55,8 +55,22 @@ async def test_a_lease_takes_the_first_arrivals_and_orders_them_by_uid(make: Mak
     await queue.put(deliveries(5, 1), SOON)
     first = await queue.lease(3, 0, SOON)
     assert uids(first.deliveries) == [2, 5, 9]
-    assert [group.payload for group in first.deliveries] == ["group 2", "group 5", "group 9"]
+    assert [bytes(group.payload) for group in first.deliveries] == [b"group 2", b"group 5", b"group 9"]
     assert uids((await queue.lease(1, 0, SOON)).deliveries) == [1]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 300_000])
+async def test_payloads_come_out_as_they_were_put_however_they_are_mixed(make: Make, nbytes: int) -> None:
+    queue = make(capacity=32)
+    sent = {uid: bytes([uid]) * (nbytes * (uid % 3)) for uid in range(32)}
+    groups = [Delivery(GroupHeader(uid, 0, 1, len(payload)), payload) for uid, payload in sent.items()]
+    await asyncio.gather(*(queue.put(groups[n : n + 2], SOON) for n in range(0, 32, 2)))
+    received: dict[int, bytes] = {}
+    for count in (1, 15, 16):
+        lease = await queue.lease(count, 0, SOON)
+        received |= {group.header.uid: bytes(group.payload) for group in lease.deliveries}
+        await queue.acknowledge(lease.lease_id)
+    assert received == sent
 
 
 async def test_a_lease_takes_the_oldest_version_first_and_then_the_first_arrival(make: Make) -> None:

@@ -120,8 +120,8 @@ def test_training_image_has_no_kfp() -> None:
 def test_images_are_called_as_settings_and_components_call_them() -> None:
     version = tidemill.__version__
     assert KubernetesConfig().image == f"tidemill-gpu:{version}"
-    assert f"tidemill-pipelines:{version}-python" == IMAGE
-    for image in ("tidemill-pipelines:$(VERSION)-python", "tidemill-cpu:$(VERSION)", "tidemill-gpu:$(VERSION)"):
+    assert f"tidemill-python:{version}" == IMAGE
+    for image in ("tidemill-python:$(VERSION)", "tidemill-cpu:$(VERSION)", "tidemill-gpu:$(VERSION)"):
         assert f"-t $(IMAGES){image} ." in MAKEFILE
     tags = {i["name"]: i["newTag"] for i in kustomization(K8S / "base")["images"]}
     assert [f"{name}:{tag}" for name, tag in tags.items()] == [IMAGE]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from api_server import Handler, Server
 from kuberay_rig import Rig, settings
 
 from tidemill.store.object_store import ObjectStore
@@ -23,3 +25,14 @@ def rig(tmp_path: Path, bucket: ObjectStore) -> Iterator[Rig]:
     yield rig
     for log in rig.logs:
         log.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as server:
+        server.answers, server.asked, server.authorizations = [], [], []
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

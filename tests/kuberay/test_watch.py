@@ -77,6 +77,14 @@ def test_what_an_earlier_pipeline_left_is_not_the_result_of_this_one(rig: Rig) -
     assert rig.watcher().provision() == 2
 
 
+def test_the_job_of_an_earlier_pipeline_that_kuberay_keeps_makes_room_for_a_new_attempt(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.succeeds()
+    assert rig.watcher().provision() == 2
+    assert rig.left() == [rig.job(2)]
+
+
 def test_the_heartbeat_is_fresh_from_creation_to_end(rig: Rig) -> None:
     first = rig.watcher().provision()
     ages: list[float] = []

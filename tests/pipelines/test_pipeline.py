@@ -1,3 +1,5 @@
+"""The compiled pipelines: what KFP is told, on the cluster and of it."""
+
 from __future__ import annotations
 
 import ast
@@ -10,40 +12,83 @@ from typing import Any
 import pytest
 import tidemill_components
 import yaml
+from tidemill_pipelines import tasks as pods
 
 import tidemill
+from tidemill.arguments import PIPELINES
 from tidemill.cli import main
+from tidemill.sections import KubernetesConfig
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "pipelines/compiled/post_training.yaml"
+COMPILED = ROOT / "pipelines/compiled"
 COMPONENTS = sorted(path for path in (ROOT / "components").glob("*.py") if path.stem != "__init__")
-STEPS = ["evaluate", "provision", "register", "teardown", "train", "validate"]
-SPEC: dict[str, Any]
-SPEC, PLATFORM = yaml.safe_load_all(GOLDEN.read_text(encoding="utf-8"))
 IMAGE_PARAMETER = "{{$.inputs.parameters['pipelinechannel--steps_image']}}"
+STEPS = {
+    "post_training": {"validate", "provision", "train", "evaluate", "register", "teardown"},
+    "sweep": {"spread", "provision", "train", "evaluate", "conclude", "choose", "teardown"},
+    "continual": {"renew", "provision", "train", "evaluate", "register", "remember", "teardown"},
+}
+FIRST = {"post_training": "validate", "sweep": "spread", "continual": "renew"}
+FORM = {"config", "overrides", "run_name", "gpu_type", "engines", "ranks", "image", "gpu_hours", "store_secret"}
+MORE = {"post_training": set(), "sweep": {"variants"}, "continual": {"prompts"}}
+LIMIT_BYTES = 256 * 1024  # a workflow is about three times as large, and etcd takes 1.5 MiB
+EACH = pytest.mark.parametrize("name", PIPELINES)
+DAY = 24 * 3600
 
 
-def tasks() -> dict[str, dict[str, Any]]:
-    """Every task of the compiled pipeline by name, also those inside the exit handler."""
-    dags = [SPEC["root"]["dag"], *(c["dag"] for c in SPEC["components"].values() if "dag" in c)]
-    return {name: task for dag in dags for name, task in dag["tasks"].items()}
+def golden(name: str) -> Path:
+    return COMPILED / f"{name}.yaml"
 
 
-def test_compiled_pipeline_is_current() -> None:
-    assert main(["compile", "--check", str(GOLDEN)]) == 0
+def documents(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(pipeline, what of it is for Kubernetes)."""
+    spec, platform = yaml.safe_load_all(golden(name).read_text(encoding="utf-8"))
+    return spec, platform["platforms"]["kubernetes"]
+
+
+def tasks(name: str) -> dict[str, dict[str, Any]]:
+    """Every step of a compiled pipeline, also those inside loops and conditions."""
+    spec, _ = documents(name)
+    dags = [spec["root"]["dag"], *(c["dag"] for c in spec["components"].values() if "dag" in c)]
+    found = {name: task for dag in dags for name, task in dag["tasks"].items()}
+    return {name: task for name, task in found.items() if "dag" not in spec["components"][task["componentRef"]["name"]]}
+
+
+def inputs_around(name: str, step: str) -> set[str]:
+    """Parameters of the graph that a step stands in."""
+    spec, _ = documents(name)
+    graphs = [spec["root"], *(component for component in spec["components"].values() if "dag" in component)]
+    [graph] = [graph for graph in graphs if step in graph["dag"]["tasks"]]
+    return set(graph["inputDefinitions"]["parameters"])
+
+
+def executors(name: str) -> dict[str, dict[str, Any]]:
+    """What Kubernetes is told of every step."""
+    found = documents(name)[1]["deploymentSpec"]["executors"]
+    return {label.removeprefix("exec-"): executor for label, executor in found.items()}
+
+
+def test_command_line_knows_every_pipeline() -> None:
+    assert sorted(path.stem for path in COMPILED.glob("*.yaml")) == sorted(PIPELINES) == sorted(STEPS)
+    assert f"PIPELINES := {' '.join(PIPELINES)}\n" in (ROOT / "Makefile").read_text()
+
+
+@EACH
+def test_compiled_pipeline_is_current(name: str) -> None:
+    assert main(["compile", "--pipeline", name, "--check", str(golden(name))]) == 0
 
 
 def test_stale_pipeline_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stale = tmp_path / "old.yaml"
-    stale.write_text(GOLDEN.read_text().replace("post-training", "pre-training"))
+    stale.write_text(golden("post_training").read_text().replace("post-training", "pre-training"))
     assert main(["compile", "--check", str(stale)]) == 1
     assert "out of date" in capsys.readouterr().err
 
 
-def test_compile_writes_the_golden_pipeline(tmp_path: Path) -> None:
-    path = tmp_path / "pipeline.yaml"
-    assert main(["compile", "--output", str(path)]) == 0
-    assert path.read_text() == GOLDEN.read_text()
+def test_compile_writes_the_golden_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compile", "--pipeline", "sweep"]) == 0
+    assert (tmp_path / "sweep.yaml").read_text() == golden("sweep").read_text()
 
 
 def test_compile_into_a_missing_folder_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,43 +96,132 @@ def test_compile_into_a_missing_folder_is_one_message(tmp_path: Path, capsys: py
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_every_step_is_a_component() -> None:
-    assert set(STEPS) <= {path.stem for path in COMPONENTS}
-    assert {name for name in tasks() if name != "exit-handler-1"} == set(STEPS)
+@EACH
+def test_every_step_is_a_component(name: str) -> None:
+    assert set(tasks(name)) == STEPS[name]
+    assert {path.stem for path in COMPONENTS} == set().union(*STEPS.values())
 
 
-def test_nothing_is_cached() -> None:
-    assert [name for name, task in tasks().items() if name in STEPS and task["cachingOptions"]] == []
+@EACH
+def test_pipeline_is_small_enough_for_etcd(name: str) -> None:
+    assert golden(name).stat().st_size < LIMIT_BYTES
 
 
-def test_only_steps_that_may_be_repeated_are_retried() -> None:
-    retried = {name for name, task in tasks().items() if "retryPolicy" in task}
-    assert retried == {"provision", "train", "evaluate", "register"}
+@EACH
+def test_nothing_is_cached(name: str) -> None:
+    assert {step: task["cachingOptions"] for step, task in tasks(name).items()} == {step: {} for step in STEPS[name]}
 
 
-def test_teardown_runs_whatever_happens_and_needs_no_other_step() -> None:
-    task = SPEC["root"]["dag"]["tasks"]["teardown"]
+@EACH
+def test_steps_that_find_what_they_did_before_are_retried_and_no_others(name: str) -> None:
+    retried = {step for step, task in tasks(name).items() if "retryPolicy" in task}
+    assert retried == STEPS[name] - {"teardown", FIRST[name]}
+
+
+@EACH
+def test_teardown_runs_whatever_happens_and_needs_no_other_step(name: str) -> None:
+    task = documents(name)[0]["root"]["dag"]["tasks"]["teardown"]
     assert task["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
     given = {name: next(iter(value)) for name, value in task["inputs"]["parameters"].items()}
-    assert {given[name] for name in ("config", "overrides", "run_name")} == {"componentInputParameter"}
-    assert given["kfp_run"] == "runtimeValue"
+    assert {given[key] for key in ("config", "overrides", "run_name")} == {"componentInputParameter"}
     assert "taskOutputParameter" not in given.values()
 
 
+@EACH
+def test_first_step_and_teardown_call_the_run_by_the_same_kfp_run(name: str) -> None:
+    ids = {
+        tasks(name)[step]["inputs"]["parameters"]["kfp_run"]["runtimeValue"]["constant"]
+        for step in ("teardown", FIRST[name])
+    }
+    assert ids == {"{{$.pipeline_job_uuid}}"}
+
+
 def test_steps_run_in_order() -> None:
-    dag = SPEC["components"]["comp-exit-handler-1"]["dag"]["tasks"]
-    before = {name: set(task.get("dependentTasks", [])) for name, task in dag.items()}
+    before = {step: set(task.get("dependentTasks", [])) for step, task in tasks("post_training").items()}
     order = ["validate", "provision", "train", "evaluate", "register"]
-    assert all(earlier in before[later] for earlier, later in pairwise(order) if later != "train")
-    assert before["train"] == {"validate", "provision"}
+    assert all(earlier in before[later] for earlier, later in pairwise(order))
 
 
-def test_all_steps_use_one_image_of_this_version_and_install_nothing() -> None:
-    executors = SPEC["deploymentSpec"]["executors"].values()
-    assert {executor["container"]["image"] for executor in executors} == {IMAGE_PARAMETER}
-    assert SPEC["root"]["inputDefinitions"]["parameters"]["steps_image"]["defaultValue"] == tidemill_components.IMAGE
-    assert f":{tidemill.__version__}-" in tidemill_components.IMAGE
-    assert "pip install" not in GOLDEN.read_text()
+@EACH
+def test_form_has_fields_that_may_stay_as_they_are(name: str) -> None:
+    known = documents(name)[0]["root"]["inputDefinitions"]["parameters"]
+    assert set(known) == FORM | MORE[name] | {"steps_image"}
+    required = {key for key, spec in known.items() if "defaultValue" not in spec}
+    assert required == {"config"} | MORE[name]
+    assert {spec["parameterType"] for spec in known.values()} == {"STRING", "NUMBER_INTEGER", "NUMBER_DOUBLE"}
+    assert all(spec["description"] for spec in known.values())
+
+
+@EACH
+def test_all_steps_use_the_image_of_the_form_and_install_nothing(name: str) -> None:
+    spec, _ = documents(name)
+    used = {executor["container"]["image"] for executor in spec["deploymentSpec"]["executors"].values()}
+    assert used == {IMAGE_PARAMETER}
+    assert spec["root"]["inputDefinitions"]["parameters"]["steps_image"]["defaultValue"] == tidemill_components.IMAGE
+    assert tidemill_components.IMAGE.endswith(f":{tidemill.__version__}")
+    assert "pip install" not in golden(name).read_text()
+
+
+@EACH
+def test_no_secret_is_in_a_pipeline_and_keys_come_by_reference(name: str) -> None:
+    keys = [{"envVar": "TIDEMILL_S3_ACCESS_KEY", "secretKey": "access_key"}]
+    keys += [{"envVar": "TIDEMILL_S3_SECRET_KEY", "secretKey": "secret_key"}]
+    for step, executor in executors(name).items():
+        secret, login = executor["secretAsEnv"]
+        assert secret["keyToEnv"] == keys
+        assert secret["secretNameParameter"]["componentInputParameter"] in inputs_around(name, step)
+        assert login["optional"] is True
+        assert [key["envVar"] for key in login["keyToEnv"]] == ["MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"]
+    spec = yaml.safe_dump(documents(name)[0])
+    assert "TIDEMILL_S3" not in spec and "env:" not in spec
+
+
+@EACH
+def test_every_step_has_a_deadline_and_the_training_one_that_is_longer_than_its_cluster(name: str) -> None:
+    deadlines = {step: int(executor["activeDeadlineSeconds"]) for step, executor in executors(name).items()}
+    assert set(deadlines) == STEPS[name]
+    assert deadlines.pop("train") >= KubernetesConfig().max_hours * 3600 + DAY
+    assert max(deadlines.values()) <= DAY
+
+
+@EACH
+def test_pods_of_steps_are_restricted_found_and_not_evicted(name: str) -> None:
+    for executor in executors(name).values():
+        assert executor["securityContext"] == {"runAsUser": "1000", "runAsGroup": "1000", "runAsNonRoot": True}
+        annotations = executor["podMetadata"]["annotations"]
+        assert annotations == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+        assert executor["podMetadata"]["labels"] == {"app.kubernetes.io/part-of": "tidemill"}
+        paths = {env["name"]: env["fieldPath"] for env in executor["fieldPathAsEnv"]}
+        assert paths["TIDEMILL_WORKFLOW"] == "metadata.labels['workflows.argoproj.io/workflow']"
+        assert paths["TIDEMILL_KFP_RUN"] == "metadata.labels['pipeline/runid']"
+
+
+@EACH
+def test_every_step_asks_for_memory(name: str) -> None:
+    containers = [e["container"]["resources"] for e in documents(name)[0]["deploymentSpec"]["executors"].values()]
+    assert all(each["resourceMemoryRequest"] == each["resourceMemoryLimit"] == pods.MEMORY for each in containers)
+    assert all(each["resourceCpuRequest"] for each in containers)
+
+
+@EACH
+def test_finished_workflow_goes_with_what_it_owns(name: str) -> None:
+    assert 0 < documents(name)[1]["pipelineConfig"]["resourceTtlOnCompletion"] <= 7 * DAY
+
+
+@EACH
+def test_only_artifacts_of_the_second_api_are_made_and_the_model_is_one_of_them(name: str) -> None:
+    spec, _ = documents(name)
+    outputs = [c.get("outputDefinitions", {}).get("artifacts", {}) for c in spec["components"].values()]
+    kinds = {artifact["artifactType"]["schemaTitle"] for each in outputs for artifact in each.values()}
+    assert kinds == {"system.Markdown", "system.HTML", "system.Metrics", "system.Model"}
+
+
+@EACH
+def test_conditions_are_on_words_and_never_on_settings(name: str) -> None:
+    for component in documents(name)[0]["components"].values():
+        for task in component.get("dag", {}).get("tasks", {}).values():
+            condition = task.get("triggerPolicy", {}).get("condition", "")
+            assert "settings" not in condition and "Output" not in condition
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: path.stem)
@@ -115,6 +249,6 @@ def test_component_module_imports_only_the_standard_library_and_kfp(path: Path) 
 
 
 def test_pipeline_imports_without_the_engine() -> None:
-    code = "import sys, tidemill_pipelines.post_training; print('tidemill' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, tidemill_pipelines.catalogue; print('tidemill' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["False", "False"]

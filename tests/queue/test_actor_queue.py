@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from tidemill.actors.queue import start_queue
@@ -25,20 +24,47 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-async def test_payloads_pass_the_queue_as_unopened_references() -> None:
+def group(uid: int, nbytes: int) -> Delivery[bytes]:
+    return Delivery(GroupHeader(uid, 0, 1, nbytes), bytes([uid]) * nbytes)
+
+
+async def test_groups_that_are_put_at_once_pass_the_queue_as_one_unopened_object() -> None:
     import ray
 
+    queue = start_queue(16, 1, "block")
+    await asyncio.gather(*(queue.put([group(uid, 100_000)], 20) for uid in range(16)))
+    lease = await queue.wait("a lease", "lease", 20, 16, 0)
+    boxes = {delivery.payload.box for delivery in lease.deliveries}
+    assert [type(box) for box in boxes] == [ray.ObjectRef]
+    await queue.release(lease.lease_id)
+    views = [delivery.payload for delivery in (await queue.lease(16, 0, 20)).deliveries]
+    assert not any(view.flags.owndata or view.flags.writeable for view in views)
+    assert all((view == uid).all() for uid, view in enumerate(views))
+
+
+async def test_a_box_is_freed_when_the_last_of_its_groups_is_trained() -> None:
     queue = start_queue(4, 1, "block")
-    payload = np.arange(1_000_000, dtype=np.int32)
-    await queue.put([Delivery(GroupHeader(0, 0, 1, payload.nbytes), ray.put(payload))], 20)
-    lease = await queue.lease(1, 0, 20)
-    assert isinstance(lease.deliveries[0].payload, ray.ObjectRef)
-    assert (await lease.deliveries[0].payload == payload).all()
+    before = await references()
+    await asyncio.gather(*(queue.put([group(uid, 100_000)], 20) for uid in range(4)))
+    assert len(await references() - before) == 1
+    for last in (False, False, False, True):
+        lease = await queue.lease(1, 0, 20)
+        await queue.acknowledge(lease.lease_id)
+        del lease
+        assert len(await references() - before) == (0 if last else 1)
+
+
+async def references() -> set[bytes]:
+    """Objects that this process keeps, after what is being given back has been."""
+    import ray
+
+    await asyncio.sleep(0.5)
+    return set(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
 
 
 async def test_control_calls_pass_a_crowd_of_waiters() -> None:
     queue = start_queue(1, 1, "block", max_waiting=2)
-    waiting = [asyncio.create_task(queue.put([Delivery(GroupHeader(i, 0, 1, 1), None)], 20)) for i in range(12)]
+    waiting = [asyncio.create_task(queue.put([group(i, 1)], 20)) for i in range(12)]
     while (await asyncio.wait_for(queue.stats(), 5))["depth"] < 1:
         await asyncio.sleep(0.01)
     await asyncio.wait_for(queue.close(), 5)

@@ -20,7 +20,9 @@ from tidemill.records import GroupHeader
 
 BOUND = 2
 STEPS = st.tuples(
-    st.sampled_from(["put", "put", "put", "lease", "lease", "acknowledge", "release", "cancel", "tick", "newer"]),
+    st.sampled_from(
+        ["put", "put", "put", "offer", "lease", "lease", "acknowledge", "release", "cancel", "tick", "newer"]
+    ),
     st.integers(1, 3),
 )
 
@@ -29,7 +31,7 @@ STEPS = st.tuples(
 class Account:
     """Where every group went, seen from outside."""
 
-    queue: MessageQueue[int]
+    queue: MessageQueue[Any]
     version: int = 0
     offered: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
@@ -46,6 +48,20 @@ class Account:
         self.gone += await self.queue.put(groups, 60)
         self.stored += uids
 
+    async def offer(self, counts: list[int]) -> None:
+        batches = []
+        for count in counts:
+            uids = range(len(self.offered), len(self.offered) + count)
+            self.offered += uids
+            batches.append([Delivery(GroupHeader(uid, self.version, 1, 1), uid) for uid in uids])
+        crowded = bool(self.queue.producers)
+        answers = await self.queue.offer(batches)
+        assert not crowded or answers == [None] * len(counts)  # no producer that waits is overtaken
+        assert None not in answers or set(answers[answers.index(None) :]) == {None}
+        for batch, dropped in zip(batches, answers, strict=True):
+            self.gone += dropped or ()
+            self.stored += [delivery.payload for delivery in batch] if dropped is not None else ()
+
     async def lease(self, count: int) -> None:
         version = self.version
         lease = await self.queue.lease(count, version, 60)
@@ -56,6 +72,8 @@ class Account:
     async def step(self, action: str, number: int) -> None:
         if action == "put":
             self.tasks.append(asyncio.create_task(self.put(number)))
+        elif action == "offer":
+            await self.offer([number, 1])
         elif action == "lease":
             self.tasks.append(asyncio.create_task(self.lease(number)))
         elif action == "cancel" and self.tasks:

@@ -95,14 +95,13 @@ class Rig:
         self.ledger = Ledger(total) if self.state is None else Ledger.restore(self.state, total)
         self.trained: list[Group] = []
         self.ages: list[int] = []
-        self.rollouter: Rollouter[bytes] = Rollouter(
+        self.rollouter = Rollouter(
             config,
             self.prompts,
             self.held_out,
             engines=self.engines,
             queue=self.queue,
             rewards=self.rewards,
-            store_payload=bytes,
             decode=decode,
             ledger=self.ledger,
             version=self.version,

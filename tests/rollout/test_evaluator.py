@@ -8,7 +8,8 @@ from rollout_rig import BROKEN, CharTokenizer, LengthReward, Rig, run_config
 
 from tidemill.errors import ConfigError, EngineError, RewardError
 from tidemill.fakes import FakeEngine
-from tidemill.protocols import WeightUpdate
+from tidemill.protocols import Sampling, WeightUpdate
+from tidemill.records import Completion, Int32Array
 from tidemill.rollout.prompts import PromptSet
 from tidemill.sections import DataConfig
 
@@ -84,11 +85,34 @@ async def test_a_prompt_whose_reward_fails_is_skipped_and_reported_but_not_all_o
         await Rig(held_out=held_out(), rewards=LengthReward(always=BROKEN)).rollouter.evaluate(0)
 
 
-async def test_a_dead_engine_fails_the_evaluation_after_some_attempts() -> None:
-    rig = Rig(held_out=held_out())
-    await rig.engines[0].shutdown()
-    with pytest.raises(EngineError, match="failed 3 times"):
+class Refusing(FakeEngine):
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        raise EngineError("no such prompt")
+
+
+async def test_an_engine_that_keeps_failing_ends_the_evaluation() -> None:
+    rig = Rig(held_out=held_out(), engines=[Refusing()])
+    with pytest.raises(EngineError, match="failed 3 times: EngineError: no such prompt"):
         await rig.rollouter.evaluate(0)
+
+
+async def test_an_engine_that_dies_hands_its_prompts_to_the_others() -> None:
+    rig = Rig(held_out=held_out(), engines=[FakeEngine(token_delay_s=0.01), FakeEngine(token_delay_s=0.01)])
+    evaluation = asyncio.create_task(rig.rollouter.evaluate(0))
+    await asyncio.sleep(0.015)
+    await rig.engines[0].shutdown()
+    assert (await evaluation).score == 4.0
+    assert await rig.rollouter.lost_engines() == {"engine 0": "fake engine: it was shut down"}
+
+
+async def test_an_evaluation_without_engines_waits_for_the_next_one_and_not_for_ever() -> None:
+    rig = Rig(run_config(rollout={"start_timeout_s": 0.2}), held_out=held_out())
+    await rig.engines[0].shutdown()
+    with pytest.raises(EngineError, match=r"all engines are lost, and no other has come within 0\.2 s"):
+        await rig.rollouter.evaluate(0)
+    evaluation = asyncio.create_task(rig.rollouter.evaluate(0))
+    await rig.rollouter.add_engine("engine 1", FakeEngine())
+    assert (await evaluation).score == 4.0
 
 
 async def test_an_evaluation_without_held_out_prompts_is_refused() -> None:

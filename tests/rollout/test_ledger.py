@@ -86,6 +86,23 @@ def test_the_third_failure_quarantines_and_earlier_ones_issue_again() -> None:
     ledger.check()
 
 
+def test_what_outlasts_the_bound_time_after_time_is_quarantined_over_restarts_too() -> None:
+    ledger = Ledger(total=1)
+    ledger.dispatched(0)
+    assert not ledger.outlasted(0, max_attempts=2)
+    ledger.dispatched(0)
+    ledger.queued(0)  # it did fit, and was swept for another reason
+    ledger.dropped(0, "stale")
+    ledger.dispatched(0)
+    assert not ledger.outlasted(0, max_attempts=2)
+    ledger = Ledger.restore(ledger.state(), total=1)
+    ledger.dispatched(0)
+    assert ledger.outlasted(0, max_attempts=2)
+    assert dict(ledger.quarantined) == {0: "never_fits"}
+    assert ledger.counts()["dropped/stale"] == 3
+    ledger.check()
+
+
 def test_attempts_survive_a_restart_so_that_a_poison_prompt_does_not_start_over() -> None:
     ledger = Ledger(total=None)
     dispatch(ledger)

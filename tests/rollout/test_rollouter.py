@@ -278,10 +278,11 @@ async def test_an_error_nobody_foresaw_in_a_background_task_ends_the_run() -> No
         await asyncio.wait_for(rig.rollouter.run(), 5)
 
 
-async def test_a_dead_engine_does_not_attract_the_groups_of_the_living() -> None:
-    dead, alive = FakeEngine(), FakeEngine(token_delay_s=0.002)
-    await dead.shutdown()
-    rig = Rig(run_config(trainer={"steps": 3}, rollout={"concurrent_samples_per_replica": 16}), engines=[dead, alive])
+async def test_a_failing_engine_does_not_attract_the_groups_of_the_others() -> None:
+    alive = FakeEngine(token_delay_s=0.002)
+    failing = FakeEngine(faults={uid: Fault("error") for uid in range(99)})
+    config = run_config(trainer={"steps": 3}, rollout={"concurrent_samples_per_replica": 16})
+    rig = Rig(config, engines=[failing, alive])
     run = asyncio.create_task(rig.rollouter.run())
     await settle(lambda: rig.queue.arrived == 8)
     assert not rig.ledger.quarantined
@@ -290,9 +291,8 @@ async def test_a_dead_engine_does_not_attract_the_groups_of_the_living() -> None
 
 
 async def test_engines_that_all_fail_end_the_run() -> None:
-    rig = Rig()
-    await rig.engines[0].shutdown()
-    with pytest.raises(EngineError, match=r"prompts in a row failed.*shut down"):
+    rig = Rig(faults={uid: Fault("error") for uid in range(99)})
+    with pytest.raises(EngineError, match=r"prompts in a row failed.*told to fail"):
         await asyncio.wait_for(rig.rollouter.run(), 5)
 
 
@@ -318,6 +318,17 @@ async def test_a_full_queue_holds_up_groups_and_loses_none() -> None:
     assert await rig.train() == 5
     await asyncio.wait_for(run, 5)
     assert rig.uids == list(range(20))
+
+
+async def test_a_prompt_that_always_outlasts_the_bound_is_set_aside_and_the_others_are_trained() -> None:
+    config = run_config(trainer={"steps": 12}, rollout={"max_attempts": 3})
+    rig = Rig(config, rows=64, faults={2: Fault("hang")})
+    assert await rig.run() == 12
+    assert dict(rig.ledger.quarantined) == {2: "never_fits"}
+    assert rig.uids == [uid for uid in range(12 * 4 + 1) if uid != 2]
+    assert (await rig.rollouter.stats())["skipped/never_fits"] == 1
+    assert rig.ledger.counts()["dropped/stale"] >= 2
+    assert sum(name.startswith("2.") for name, _ in rig.engines[0].requests) == 3
 
 
 async def test_what_the_queue_drops_for_room_is_issued_again() -> None:

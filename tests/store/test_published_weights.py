@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tidemill.errors import ChainError, StoreError, SyncError
+from tidemill.errors import ChainError, EngineError, StoreError, SyncError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.sections import SyncConfig
@@ -283,7 +283,7 @@ async def test_an_engine_that_joins_late_adopts_the_newest_version(rig: Rig) -> 
     for version in range(3):
         await publisher.publish(version, "keep")
     late = Receiving(rig.receiver("late"))
-    await publisher.late_join(late)
+    await publisher.late_join("late", late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
 
 
@@ -293,7 +293,7 @@ async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.L
         await publisher.publish(version, "keep")
     rig.store.delete_prefix(place_of(rig, 2).key)
     late = Receiving(rig.receiver("late"))
-    await publisher.late_join(late)
+    await publisher.late_join("late", late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
     assert "publishing version 2 as a snapshot" in caplog.text
     await publisher.publish(3, "keep")
@@ -304,7 +304,7 @@ async def test_a_store_that_fails_is_an_error_of_the_version(rig: Rig) -> None:
     publisher = synchronizer(rig, Receiving(rig.receiver()))
     await publisher.publish(0, "keep")
     rig.store = Crashing(rig.store.client, rig.store.endpoint, rig.store.bucket)
-    with pytest.raises(SyncError, match=r"version 1 could not be published .* the machine went down"):
+    with pytest.raises(StoreError, match=r"version 1 could not be published .* the machine went down"):
         await publisher.publish(1, "keep")
 
 
@@ -342,7 +342,7 @@ async def test_engines_of_one_host_fetch_once(rig: Rig) -> None:
 async def test_a_file_that_is_being_loaded_stays(rig: Rig) -> None:
     old, new = rig.publish(0).update, rig.publish(1).update
     async with rig.receiver().local(old) as loading:
-        with pytest.raises(SyncError, match=r"version 1 waited .* more than 0\.1 s, because another engine"):
+        with pytest.raises(EngineError, match=r"version 1 waited .* more than 0\.1 s, because another engine"):
             await fetched(rig.receiver(timeout_s=0.1), new)
         assert Path(loading.path).read_bytes() == rig.files[0]
     assert await fetched(rig.receiver(), new) == rig.files[1]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill.errors import ChainError, EngineError, RunError, StoreError, SyncError
+from tidemill.errors import ChainError, EngineError, EngineLostError, RunError, StoreError, SyncError
 from tidemill.failure import PASSING
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
@@ -76,11 +76,11 @@ async def test_every_engine_adopts_the_version(tmp_path: Path) -> None:
     assert {"time/sync_export", "time/sync_adopt", "time/sync_canary"} <= metrics.keys()
 
 
-async def test_only_the_newest_file_is_kept(tmp_path: Path) -> None:
+async def test_the_newest_file_is_kept_and_one_to_write_again(tmp_path: Path) -> None:
     publisher = synchronizer(tmp_path, FakeEngine())
-    for version in (1, 2, 5):
+    for version in (1, 2, 5, 6):
         await publisher.publish(version, "keep")
-    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["v5.safetensors"]
+    assert {path.name for path in (tmp_path / "shm").iterdir()} == {"v6.safetensors", "spare.safetensors"}
 
 
 async def test_the_same_version_can_be_published_again(tmp_path: Path) -> None:
@@ -95,9 +95,51 @@ async def test_a_refusing_engine_is_named_with_its_cause(tmp_path: Path) -> None
         await synchronizer(tmp_path, FakeEngine(), Refusing()).publish(1, "keep")
 
 
-async def test_a_stuck_engine_ends_at_the_deadline_by_name(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"engine 1: could not adopt version 1 within sync\.timeout_s = 0\.05 s"):
-        await synchronizer(tmp_path, FakeEngine(), Stuck(), timeout_s=0.05).publish(1, "keep")
+async def test_an_engine_that_dies_or_is_stuck_is_left_out_and_the_others_adopt(tmp_path: Path) -> None:
+    alive, dead = FakeEngine(), FakeEngine()
+    await dead.shutdown()
+    publisher = synchronizer(tmp_path, dead, alive, Stuck(), timeout_s=0.05)
+    await publisher.publish(1, "keep")
+    assert await alive.version() == 1
+    lost = {name: str(error) for name, error in publisher.take_lost().items()}
+    stuck = "could not adopt version 1 within sync.timeout_s = 0.05 s"
+    assert lost == {"engine 0": "fake engine: it was shut down", "engine 2": stuck}
+    await publisher.publish(2, "keep")
+    assert (await alive.version(), publisher.take_lost()) == (2, {})
+
+
+async def test_a_death_hides_no_refusal(tmp_path: Path) -> None:
+    dead = FakeEngine()
+    await dead.shutdown()
+    with pytest.raises(SyncError, match="1 of 2 engines did not adopt version 1: engine 1: wrong file"):
+        await synchronizer(tmp_path, dead, Refusing()).publish(1, "keep")
+
+
+async def test_an_engine_that_joins_after_all_have_died_is_compared_with_the_weights_of_its_version(
+    tmp_path: Path,
+) -> None:
+    learned = False
+
+    async def score(tokens: Any) -> Any:
+        return await uniform(tokens) - np.float32(0.5 * learned)
+
+    dead, late = FakeEngine(), FakeEngine()
+    publisher = synchronizer(tmp_path, dead, score=score)
+    await dead.shutdown()
+    await publisher.publish(3, "keep")
+    learned = True  # the trainer has gone on
+    await publisher.late_join("engine 1", late)
+    assert await late.version() == 3
+
+
+async def test_an_engine_that_dies_while_it_joins_has_not_joined(tmp_path: Path) -> None:
+    publisher, late = synchronizer(tmp_path, FakeEngine()), FakeEngine()
+    await publisher.publish(3, "keep")
+    await late.shutdown()
+    with pytest.raises(EngineLostError):
+        await publisher.late_join("engine 1", late)
+    await publisher.publish(4, "keep")
+    assert publisher.take_lost() == {}
 
 
 async def test_a_stuck_trainer_ends_at_the_deadline(tmp_path: Path) -> None:
@@ -181,7 +223,7 @@ async def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> Non
 async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_ones(tmp_path: Path) -> None:
     publisher, late = synchronizer(tmp_path, FakeEngine()), FakeEngine()
     await publisher.publish(4, "keep")
-    await publisher.late_join(late)
+    await publisher.late_join("engine 1", late)
     assert await late.version() == 4
     await publisher.publish(7, "keep")
     assert await late.version() == 7
@@ -196,7 +238,7 @@ async def test_an_engine_that_joins_during_a_publication_ends_at_its_version(tmp
     early.asked.clear()
     publication = asyncio.create_task(publisher.publish(7, "keep"))
     await early.asked.wait()
-    joining = asyncio.create_task(publisher.late_join(late))
+    joining = asyncio.create_task(publisher.late_join("engine 1", late))
     await settle()
     early.gate.set()
     await asyncio.gather(publication, joining)
@@ -207,7 +249,7 @@ async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> N
     early, late = FakeEngine(), Gated()
     publisher = synchronizer(tmp_path, early)
     await publisher.publish(4, "keep")
-    joining = asyncio.create_task(publisher.late_join(late))
+    joining = asyncio.create_task(publisher.late_join("engine 1", late))
     await late.asked.wait()
     publication = asyncio.create_task(publisher.publish(7, "keep"))
     await settle()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rollout_rig import Rig
 
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery, Evaluation, Loads, PauseMode, WeightUpdate
+from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.policy import PolicyRank
@@ -73,27 +73,26 @@ class Loop:
     syncs: list[Moment] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    fetched: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         rig = self.rig
-        self.trainer = Trainer(
-            rig.config, rig.queue, rig.rollouter, self, self, self, self.fetch, self.commit, self.position
-        )
+        self.trainer = Trainer(rig.config, rig.queue, rig.rollouter, self, self, self, self.commit, self.position)
 
     async def running(self) -> int:
         return int(sum([(await engine.stats())["running"] for engine in self.rig.engines]))
 
-    async def fetch(self, deliveries: Sequence[Delivery[bytes]]) -> list[Group]:
-        self.fetched = tuple(Group.from_bytes(delivery.payload) for delivery in deliveries)
-        return list(self.fetched)
+    def leased(self) -> tuple[Group, ...]:
+        """What the trainer holds, in its order."""
+        arrivals = [arrival for lease in self.rig.queue.leases.values() for arrival in lease]
+        groups = (Group.from_bytes(arrival.delivery.payload) for arrival in arrivals)
+        return tuple(sorted(groups, key=lambda group: group.uid))
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
     ) -> Mapping[str, float]:
         if self.before_step is not None:
             await self.before_step()
-        self.steps.append(Moment(self.position.version, await self.running(), self.fetched))
+        self.steps.append(Moment(self.position.version, await self.running(), self.leased()))
         return await self.ranks.update(batches, denominator, version)
 
     async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:

@@ -10,7 +10,8 @@ from train_rig import batches_of, make_rank, random_advantages, random_groups, s
 from transformers import AutoModelForCausalLM
 
 from tidemill.errors import ModelError
-from tidemill.train.model import load_model, write_weights
+from tidemill.train.model import load_model
+from tidemill.train.tensor_file import write_tensors
 
 
 def test_export_leaves_out_the_tied_head(llama: Path, tmp_path: Path) -> None:
@@ -32,10 +33,10 @@ def test_export_keeps_a_head_of_its_own(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "weights"
-    write_weights(path, {"a": torch.ones(2)}, torch.float32)
+    write_tensors(path, {"a": torch.ones(2)}, torch.float32)
     meta = torch.empty(2, device="meta")
     with pytest.raises((RuntimeError, NotImplementedError)):
-        write_weights(path, {"a": meta}, torch.float32)
+        write_tensors(path, {"a": meta}, torch.float32)
     assert load_file(path)["a"].tolist() == [1, 1]
     assert len(list(tmp_path.iterdir())) == 1
 

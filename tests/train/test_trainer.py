@@ -15,7 +15,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery, Evaluation, Loads, PauseMode, WeightUpdate
+from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
@@ -69,10 +69,6 @@ class Notes:
         self.notices.append(text)
 
 
-async def fetch(deliveries: Sequence[Delivery[bytes]]) -> list[Group]:
-    return [Group.from_bytes(delivery.payload) for delivery in deliveries]
-
-
 def make_trainer(rig: Rig, position: Position | None = None) -> Trainer:
     return Trainer(
         rig.config,
@@ -81,7 +77,6 @@ def make_trainer(rig: Rig, position: Position | None = None) -> Trainer:
         CountingRanks(),
         Engines(rig),
         Notes(),
-        fetch,
         position=position or Position(),
     )
 
@@ -140,7 +135,7 @@ async def one_group(config: RunConfig) -> Group:
     lease = await rig.queue.lease(1, 0, 10)
     await rig.rollouter.stop()
     await run
-    return (await fetch(lease.deliveries))[0]
+    return Group.from_bytes(lease.deliveries[0].payload)
 
 
 async def test_the_data_may_end_before_the_steps_do_and_the_rest_is_trained() -> None:
@@ -239,6 +234,24 @@ async def test_a_stop_does_not_wait_for_a_batch_that_is_long_in_coming() -> None
     await fit(trainer, rig)
     assert (trainer.position.step, rig.ledger.trained_count) == (0, 0)
     assert trainer.observer.notices == ["the run is stopped (enough) after step 0"]
+
+
+async def test_a_stop_in_a_hurry_needs_no_engine_and_the_next_sync_makes_up_for_it() -> None:
+    config = run_config(trainer={"steps": 5})
+    hurried = make_trainer(rig := Rig(config))
+
+    async def update(batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int) -> Mapping[str, float]:
+        if hurried.position.step == 1:
+            hurried.stop.ask("the pod ends", hurry=True)
+        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}
+
+    hurried.ranks.update = update
+    await fit(hurried, rig)
+    assert (hurried.position.step, hurried.position.unsynced, hurried.publisher.versions) == (2, 1, [1])
+    rest = Rig(rig.config, engines=rig.engines, state=rig.ledger.state(), version=1)
+    trainer = make_trainer(rest, hurried.position)
+    await fit(trainer, rest)
+    assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (5, 0, [2, 3, 4])
 
 
 async def test_a_run_that_was_stopped_goes_on_where_it_was() -> None:

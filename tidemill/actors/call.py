@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from tidemill.errors import RunError
+from tidemill.errors import RunError, TidemillError
 
 T = TypeVar("T")
 # Open calls of an asynchronous actor: far more than groups are ever in flight, so that no control call waits for a
@@ -20,16 +20,23 @@ WHY = re.compile(r"The actor (?:is dead|died) because (?:.*Worker exit detail: )
 CONTROL_TIMEOUT_S = 120.0  # of a call that an actor answers at once; a process that is stopped never does
 
 
-async def call(name: str, reference: Awaitable[T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
+async def call(
+    name: str,
+    reference: Awaitable[T],
+    timeout_s: float | None = CONTROL_TIMEOUT_S,
+    *,
+    lost: type[TidemillError] = RunError,
+) -> T:
     """Await an actor call; what was raised there is raised as it is, with the remote traceback as its cause.
 
     Args:
         name: of the actor, for messages.
         reference: what `.remote(...)` returned.
         timeout_s: None where the caller has a deadline of its own, or the call lasts as long as the run.
+        lost: the error for an actor that is lost.
 
     Raises:
-        RunError: the actor died or did not answer in time.
+        RunError: or `lost`: the actor died or did not answer in time.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -37,9 +44,9 @@ async def call(name: str, reference: Awaitable[T], timeout_s: float | None = CON
     except RayTaskError as error:
         raise error.cause from error
     except RayActorError as error:
-        raise RunError(": ".join(filter(None, [f"{name} died", reason(error)]))) from error
+        raise lost(": ".join(filter(None, [f"{name} died", reason(error)]))) from error
     except TimeoutError as error:
-        raise RunError(f"{name} did not answer within {timeout_s:g} s: its process is stuck or stopped") from error
+        raise lost(f"{name} did not answer within {timeout_s:g} s: its process is stuck or stopped") from error
 
 
 def reason(error: RayActorError) -> str:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from tidemill.actors.call import MAX_CALLS, call
+from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
 from tidemill.actors.placement import Place, engine_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
-from tidemill.errors import EngineError
+from tidemill.errors import EngineError, EngineLostError, TidemillError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.store.locate import model_here
 from tidemill.store.server import open_store
 from tidemill.sync.receiver import Receiver
+
+ORDERLY_END_S = 30.0
+T = TypeVar("T")
+LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from tidemill.rollout.engine import VllmEngine
@@ -119,46 +124,63 @@ def make_receiver(config: RunConfig) -> Receiver:
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
-    """An engine in another process."""
+    """An engine in another process: `rollout.fleet.Member`."""
 
     name: str
     actor: Any
 
     async def start(self) -> None:
-        """Wait until the engine has loaded its model; the caller has the deadline."""
-        await call(self.name, self.actor.start.remote(), None)
+        """Wait until the engine has its place and has loaded its model; the caller has the deadline."""
+        await self._answer(self.actor.start.remote(), None)
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
         """See `Engine`. Cancelling the call aborts the request, so deadlines are the caller's."""
         try:
-            return await call(self.name, self.actor.generate.remote(request_id, prompt_ids, sampling), None)
+            return await self._answer(self.actor.generate.remote(request_id, prompt_ids, sampling), None)
         except asyncio.CancelledError:
             self.actor.abort.remote([request_id])
             raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine`."""
-        await call(self.name, self.actor.abort.remote(list(request_ids)))
+        await self._answer(self.actor.abort.remote(list(request_ids)))
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         """See `Engine`; the synchronizer has the deadline, as for `score`."""
-        await call(self.name, self.actor.update_weights.remote(update, mode), None)
+        await self._answer(self.actor.update_weights.remote(update, mode), None)
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine`."""
-        return await call(self.name, self.actor.score.remote(token_ids), None)
+        return await self._answer(self.actor.score.remote(token_ids), None)
 
     async def version(self) -> int:
         """See `Engine`."""
-        return await call(self.name, self.actor.version.remote())
+        return await self._answer(self.actor.version.remote())
 
     async def stats(self) -> Mapping[str, float]:
         """See `Engine`."""
-        return await call(self.name, self.actor.stats.remote())
+        return await self._answer(self.actor.stats.remote())
 
     async def shutdown(self) -> None:
         """See `Engine`."""
-        await call(self.name, self.actor.shutdown.remote())
+        await self._answer(self.actor.shutdown.remote())
+
+    async def end(self) -> None:
+        """End the process, in order where it still answers."""
+        try:
+            async with asyncio.timeout(ORDERLY_END_S):
+                await self.shutdown()
+        except (TidemillError, TimeoutError) as error:
+            LOG.warning("%s did not end by itself: %r", self.name, error)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process at once, also one that has no place yet."""
+        ray.kill(self.actor)
+
+    async def _answer(self, reference: Awaitable[T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
+        return await call(self.name, reference, timeout_s, lost=EngineLostError)
 
 
 def start_engine(config: RunConfig, model_path: str | None, index: int) -> RemoteEngine:

@@ -1,30 +1,34 @@
 """The message queue in a process of its own.
 
-Payloads are object references, nested in `Delivery` so that Ray passes them on unopened.
+The actor holds headers and references. Payloads pass it by: `actors.boxes`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 import ray
 
+from tidemill.actors.boxes import pack, unpack
 from tidemill.actors.call import CONTROL_TIMEOUT_S, call
 from tidemill.actors.placement import ANYWHERE, Place
 from tidemill.errors import RunError
 from tidemill.protocols import Delivery, Lease
 from tidemill.queue.message_queue import NO_LEASE, MessageQueue, WhenFull
+from tidemill.records import Buffer
 
 NAME = "the message queue"
 CONTROL = "control"  # Ray concurrency group of the calls that never wait
 WITHDRAW_TIMEOUT_S = 10.0
 ANSWERS_KEPT = 1000  # of latest calls, to be able to take one back
+OFFER_BYTES = 16_000_000  # of groups in one call; copying more would hold up the producers' event loop
 
 
 class QueueActor(MessageQueue[Any]):
@@ -70,6 +74,11 @@ class QueueActor(MessageQueue[Any]):
         self.answered.append((ticket, lease_id, removed))
         return result
 
+    async def report(self, removed: Sequence[int]) -> None:
+        """These uids were removed for a put whose caller is gone: the next lease names them."""
+        self.unreported += tuple(removed)
+        self.wake()
+
     async def withdraw(self, ticket: str) -> None:
         """The caller is gone: stop waiting, or return what it will not hear of to the queue."""
         if ticket in self.waiting:
@@ -86,21 +95,58 @@ class QueueActor(MessageQueue[Any]):
                 await self.release(lease_id)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Put:
+    """A put that waits to be offered; its answer is None when the queue had no room for it just then."""
+
+    deliveries: list[Delivery[Any]]
+    answer: asyncio.Future[list[int] | None]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its payloads."""
+        return sum(delivery.header.nbytes for delivery in self.deliveries)
+
+
 class RemoteQueue:
-    """A MessageQueue in another process; implements `Queue` over the handle of a `QueueActor` actor."""
+    """A MessageQueue in another process; implements `Queue` over the handle of a `QueueActor` actor.
 
-    actor: Any
+    Puts that come while another is under way are offered together, as one object and one call. Those that find no room
+    then wait one by one in the actor, in the order in which they came. All calls must come from one event loop; copies
+    in other processes are other producers.
+    """
 
-    async def put(self, deliveries: Sequence[Delivery[Any]], timeout_s: float) -> list[int]:
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.line: list[Put] = []
+        self.offering: asyncio.Task[None] | None = None
+
+    def __reduce__(self) -> tuple[type[RemoteQueue], tuple[Any]]:
+        return RemoteQueue, (self.actor,)
+
+    async def put(self, deliveries: Sequence[Delivery[Buffer]], timeout_s: float) -> list[int]:
         """See `MessageQueue.put`; a put that is cancelled while it is answered may have been stored."""
-        dropped: list[int] = await self.wait("put", timeout_s, list(deliveries))
+        put = Put(list(deliveries), asyncio.get_running_loop().create_future())
+        self.line.append(put)
+        if self.offering is None or self.offering.done():
+            self.offering = asyncio.create_task(self.offer_all())
+        dropped = await put.answer
+        if dropped is None:
+            async with self.ticket() as ticket:
+                dropped = await self.wait(ticket, "put", timeout_s, put.deliveries)
         return dropped
 
-    async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Any]:
-        """See `MessageQueue.lease`; groups that were leased to a cancelled call go back to the head."""
-        lease: Lease[Any] = await self.wait("lease", timeout_s, count, version)
-        return lease
+    async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Buffer]:
+        """See `MessageQueue.lease`; groups that were leased to a cancelled call go back to the head.
+
+        Raises:
+            RunError: the process that put one of the groups has died.
+        """
+        async with self.ticket() as ticket:
+            lease: Lease[Any] = await self.wait(ticket, "lease", timeout_s, count, version)
+            payloads = await unpack([delivery.payload for delivery in lease.deliveries])
+        deliveries = zip(lease.deliveries, payloads, strict=True)
+        return replace(lease, deliveries=tuple(Delivery(boxed.header, payload) for boxed, payload in deliveries))
 
     async def acknowledge(self, lease_id: int) -> None:
         """See `MessageQueue.acknowledge`."""
@@ -119,20 +165,64 @@ class RemoteQueue:
         stats: Mapping[str, float] = await self.control("stats")
         return stats
 
-    async def wait(self, method: str, timeout_s: float, *arguments: Any) -> Any:
-        """Make a call that waits in the actor for up to `timeout_s`; cancelled, it is withdrawn."""
+    async def offer_all(self) -> None:
+        """Offer the puts that stand in line until there are none."""
+        while self.line:
+            await self.offer(self.next_puts())
+            await asyncio.sleep(0)  # those without room go on to wait in the actor, ahead of all that follow
+
+    def next_puts(self) -> list[Put]:
+        """Take the head of the line, not much above `OFFER_BYTES`."""
+        puts: list[Put] = []
+        while self.line and sum(put.nbytes for put in puts) < OFFER_BYTES:
+            puts.append(self.line.pop(0))
+        return [put for put in puts if not put.answer.cancelled()]
+
+    async def offer(self, puts: Sequence[Put]) -> None:
+        """Bring these puts to the queue in one call, and tell each what came of it."""
+        try:
+            pack_deliveries(puts)
+            answers = await call(NAME, self.actor.offer.remote([put.deliveries for put in puts]))
+        except Exception as error:  # noqa: BLE001 - every caller hears of it
+            for put in puts:
+                if not put.answer.cancelled():
+                    put.answer.set_exception(error)
+            return
+        unheard: list[int] = []
+        for put, dropped in zip(puts, answers, strict=True):
+            if put.answer.cancelled():
+                unheard += dropped or ()
+            else:
+                put.answer.set_result(dropped)
+        if unheard:
+            await self.control("report", unheard)
+
+    @asynccontextmanager
+    async def ticket(self) -> AsyncIterator[str]:
+        """Name a call; a caller that is cancelled before it has used the answer takes the call back."""
         ticket = uuid4().hex
         try:
-            pending = self.actor.wait.remote(ticket, method, *arguments, timeout_s)
-            return await call(NAME, pending, timeout_s + CONTROL_TIMEOUT_S)
+            yield ticket
         except asyncio.CancelledError:
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
                 await self.control("withdraw", ticket)
             raise
 
+    async def wait(self, ticket: str, method: str, timeout_s: float, *arguments: Any) -> Any:
+        """Make a call that waits in the actor for up to `timeout_s`."""
+        pending = self.actor.wait.remote(ticket, method, *arguments, timeout_s)
+        return await call(NAME, pending, timeout_s + CONTROL_TIMEOUT_S)
+
     async def control(self, method: str, *arguments: Any) -> Any:
         """Make a call that never waits, past all that do."""
         return await call(NAME, self.actor.control.options(concurrency_group=CONTROL).remote(method, *arguments))
+
+
+def pack_deliveries(puts: Sequence[Put]) -> None:
+    """Replace the payloads of these puts by what the queue holds of them."""
+    packed = iter(pack([delivery.payload for put in puts for delivery in put.deliveries]))
+    for put in puts:
+        put.deliveries = [Delivery(delivery.header, next(packed)) for delivery in put.deliveries]
 
 
 def start_queue(

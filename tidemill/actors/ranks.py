@@ -20,8 +20,7 @@ from tidemill.actors.placement import rank_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Delivery
-from tidemill.records import Float32Array, Group, Int32Array
+from tidemill.records import Float32Array, Int32Array
 from tidemill.store.lease import Claim, Fence
 from tidemill.store.locate import model_here
 from tidemill.store.object_store import ObjectStore
@@ -253,9 +252,3 @@ def free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-async def fetch_groups(deliveries: Sequence[Delivery[Any]]) -> list[Group]:
-    """Bring the payloads of a lease here and decode them."""
-    blobs = await asyncio.gather(*(call("the object store", delivery.payload) for delivery in deliveries))
-    return [Group.from_bytes(blob) for blob in blobs]

@@ -11,11 +11,11 @@ from typing import Any
 
 import ray
 
-from tidemill.actors.call import MAX_CALLS, call
+from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
 from tidemill.actors.engine import RemoteEngine
 from tidemill.actors.placement import service_place
 from tidemill.config import RunConfig
-from tidemill.protocols import Evaluation, Loads
+from tidemill.protocols import Engine, Evaluation, Loads
 from tidemill.records import Int32Array
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import (
@@ -38,7 +38,7 @@ class RolloutActor:
 
     prompts: PromptSet
     rewards: RewardPool
-    rollouter: Rollouter[Any]
+    rollouter: Rollouter
 
     def __init__(
         self,
@@ -72,7 +72,6 @@ class RolloutActor:
             engines=self.engines,
             queue=self.queue,
             rewards=self.rewards,
-            store_payload=ray.put,
             decode=partial(decode, tokenizer),
             ledger=Ledger(total) if self.restored is None else Ledger.restore(self.restored, total),
             version=self.version,
@@ -83,9 +82,9 @@ class RolloutActor:
         """Generate until the data or the run ends."""
         await self.rollouter.run()
 
-    async def evaluate(self, version: int) -> Evaluation:
+    async def evaluate(self, version: int, engine: str | None) -> Evaluation:
         """See `Generation`."""
-        return await self.rollouter.evaluate(version)
+        return await self.rollouter.evaluate(version, engine)
 
     async def begin_version(self, version: int) -> None:
         """See `Generation`."""
@@ -106,6 +105,26 @@ class RolloutActor:
     async def loads(self) -> Loads:
         """See `Generation`."""
         return await self.rollouter.loads()
+
+    async def add_engine(self, name: str, engine: Engine) -> None:
+        """See `Rollouter`."""
+        await self.rollouter.add_engine(name, engine)
+
+    async def remove_engine(self, name: str, reason: str, patience_s: float) -> int:
+        """See `Rollouter`."""
+        return await self.rollouter.remove_engine(name, reason, patience_s)
+
+    async def set_engine_aside(self, name: str) -> None:
+        """See `Rollouter`."""
+        await self.rollouter.set_engine_aside(name)
+
+    async def take_engine_back(self, name: str) -> None:
+        """See `Rollouter`."""
+        await self.rollouter.take_engine_back(name)
+
+    async def lost_engines(self) -> Mapping[str, str]:
+        """See `Rollouter`."""
+        return await self.rollouter.lost_engines()
 
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""
@@ -165,13 +184,34 @@ class RemoteGeneration:
         """See `Generation`."""
         return await call("the rollouter", self.actor.ledger_state.remote())
 
-    async def evaluate(self, version: int) -> Evaluation:
+    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """See `Generation`; every answer has `rollout.group_timeout_s` inside."""
-        return await call("the rollouter", self.actor.evaluate.remote(version), None)
+        return await call("the rollouter", self.actor.evaluate.remote(version, engine), None)
 
     async def loads(self) -> Loads:
         """See `Generation`."""
         return await call("the rollouter", self.actor.loads.remote())
+
+    async def add_engine(self, name: str, engine: Engine) -> None:
+        """See `rollout.fleet.Rotation`."""
+        await call("the rollouter", self.actor.add_engine.remote(name, engine))
+
+    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
+        """See `rollout.fleet.Rotation`."""
+        removing = self.actor.remove_engine.remote(name, reason, patience_s)
+        return await call("the rollouter", removing, patience_s + CONTROL_TIMEOUT_S)
+
+    async def set_engine_aside(self, name: str) -> None:
+        """See `rollout.fleet.Rotation`."""
+        await call("the rollouter", self.actor.set_engine_aside.remote(name))
+
+    async def take_engine_back(self, name: str) -> None:
+        """See `rollout.fleet.Rotation`."""
+        await call("the rollouter", self.actor.take_engine_back.remote(name))
+
+    async def lost_engines(self) -> Mapping[str, str]:
+        """See `rollout.fleet.Rotation`."""
+        return await call("the rollouter", self.actor.lost_engines.remote())
 
     async def stats(self) -> Mapping[str, float]:
         """See `Generation`."""

@@ -66,6 +66,8 @@ def ray_session(config: RunConfig) -> Iterator[None]:
     import ray  # inside, for the steps of a pipeline whose image is without it
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What an actor leaves behind that is killed, such as the core of a vLLM engine, must not keep its GPU.
+    os.environ.setdefault("RAY_process_group_cleanup_enabled", "true")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         if config.cluster.provider == "local":

@@ -23,6 +23,7 @@ from tidemill.store.object_store import ObjectStore
 REMOVAL_TIMEOUT_S = 300.0
 """Longer than pods get to end, 30 s, and KubeRay to look."""
 POLL_S = 2.0
+ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
 
 
 class Clock(Protocol):
@@ -73,6 +74,20 @@ class Attempts:
         self.adopt(jobs[-1])
         return attempt_of(labels_of(jobs[-1]))
 
+    def under_way(self) -> int | None:
+        """Number of the newest attempt, if that has not ended."""
+        jobs = self.jobs()
+        return None if not jobs or has_ended(jobs[-1]) else self.live()
+
+    def begin_next(self) -> int:
+        """Begin the attempt after all that there were; what these still have in the cluster goes first."""
+        earlier = [attempt_of(labels_of(job)) for job in self.jobs()]
+        for number in earlier:
+            self.remove(number)
+        number = max([*earlier, self.last()]) + 1
+        self.begin(number)
+        return number
+
     def last(self) -> int:
         """Number of the newest attempt that left anything in the store; 0 before the first."""
         return newest_attempt(self.store, self.config.name)
@@ -121,6 +136,11 @@ class Attempts:
             return attempt_of(labels_of(thing)) in numbers
 
         wait_until_none(self.cluster, selector(self.config.name), ours, self.clock)
+
+
+def has_ended(job: Object) -> bool:
+    """Whether a RayJob is over for KubeRay, which then takes its cluster away, and never the job itself."""
+    return (job.get("status") or {}).get("jobDeploymentStatus") in ENDED
 
 
 def wait_until_none(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock: Clock) -> None:

@@ -28,13 +28,19 @@ NO_LOG = (400, 404)  # of a pod that is gone, or whose container has not started
 
 
 class KubernetesCluster:
-    """One namespace behind an API server; implements `cluster.Cluster`."""
+    """One namespace behind an API server; implements `cluster.Cluster`.
 
-    def __init__(self, namespace: str, client: ApiClient) -> None:
-        self.namespace, self.client = namespace, client
+    Args:
+        namespace: of all that has one.
+        client: address and credentials.
+        patience: how often and after what a request is sent again.
+    """
+
+    def __init__(self, namespace: str, client: ApiClient, patience: urllib3.Retry = PATIENCE) -> None:
+        self.namespace, self.client, self.patience = namespace, client, patience
 
     @classmethod
-    def connect(cls, namespace: str) -> KubernetesCluster:
+    def connect(cls, namespace: str, patience: urllib3.Retry = PATIENCE) -> KubernetesCluster:
         """The cluster of KUBECONFIG, else the one that this pod runs in, else that of ~/.kube/config.
 
         Nothing is sent yet.
@@ -47,12 +53,12 @@ class KubernetesCluster:
             if TOKEN.is_file() and "KUBECONFIG" not in os.environ:
                 load_incluster_config(client_configuration=configuration)
             else:
-                load_kube_config(client_configuration=configuration)
+                load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
         except (ConfigException, OSError, ValueError) as error:
             fix = f"{error}. Name the cluster's kubeconfig in KUBECONFIG."
             found = os.environ.get("KUBECONFIG")
             raise ConfigError("KUBECONFIG", found, "a kubeconfig that can be read", fix) from error
-        return cls(namespace, ApiClient(configuration))
+        return cls(namespace, ApiClient(configuration), patience)
 
     def create(self, kind: Kind, manifest: Object) -> Object:
         """See `Cluster.create`."""
@@ -180,7 +186,7 @@ class KubernetesCluster:
                 body=None if body is None else json.dumps(body),
                 headers=headers,
                 timeout=timeout,
-                retries=PATIENCE,
+                retries=self.patience,
                 preload_content=timeout is TIMEOUT,
             )
         except HTTPError as error:

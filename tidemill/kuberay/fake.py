@@ -242,7 +242,8 @@ class FakeOperator:
 
     def succeed(self, name: str) -> None:
         """The driver ends well."""
-        self.job(name)["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
+        ended = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED", "endTime": self.clock.stamp()}
+        self.job(name)["status"] |= ended
 
     def fail(self, name: str, reason: str = "AppFailed", message: str = "exit code 1") -> None:
         """The RayJob fails."""

@@ -44,12 +44,16 @@ GPU_PRODUCT = "nvidia.com/gpu.product"
 SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
 STORE_KEYS = {"TIDEMILL_S3_ACCESS_KEY": "access_key", "TIDEMILL_S3_SECRET_KEY": "secret_key"}
 """Environment variables of the object store's keys, and where they stand in `kubernetes.store_secret`."""
+GRACE_S = 120
+"""Seconds that head and trainer pods get to end; a step and a checkpoint that take longer are lost."""
 ENVIRONMENT = {
     "HF_HOME": f"{WORK}/huggingface",
     "HOME": WORK,  # what libraries compile or download goes below it
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray would hold a pod that is told to end for 30 s, waiting for what its actors do; see `farewell.py`.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # KubeRay has Ray stop the job of a RayJob that is deleted: SIGTERM, and without this SIGKILL 3 s later.
+    "RAY_JOB_STOP_WAIT_TIME_S": str(GRACE_S),
     "RAY_USAGE_STATS_ENABLED": "0",
     "TIDEMILL_CACHE": f"{WORK}/cache",
     "TIDEMILL_SCRATCH": RUNS,
@@ -60,8 +64,6 @@ SHARED_MEMORY = VolumeMount(name="shared-memory", mount_path="/dev/shm")
 TOKEN = VolumeMount(name="token", mount_path="/var/run/secrets/kubernetes.io/serviceaccount", read_only=True)
 TOKEN_SECONDS = 3600
 FAREWELL = ["python3", "-m", "tidemill.kuberay.farewell"]
-GRACE_S = 120
-"""Seconds that head and trainer pods get to end; a step and a checkpoint that take longer are lost."""
 HEAD_SHARED_MEMORY_GIB = 1
 SUBMITTER = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "256Mi"})
 PORTS = [Port(name="gcs-server", container_port=6379), Port(name="dashboard", container_port=8265)]

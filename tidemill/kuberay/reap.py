@@ -1,7 +1,7 @@
 """Takes away what nobody looks after any more: the guarantee for when a pipeline ended without its exit handler.
 
 A RayJob is reaped when its watcher has given no sign of life for long, when its KFP run is over, or when the workflow
-that owns it is gone. One that has ended by itself only waits for its time to live, and is left alone.
+that owns it is gone. One that has ended by itself holds nothing once its time to live is over, and is left for a day.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tidemill.kuberay.attempts import has_ended
 from tidemill.kuberay.cluster import (
     CONFIG_MAPS,
     RAY_JOBS,
@@ -22,10 +23,9 @@ from tidemill.kuberay.cluster import (
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.kuberay.state import seconds
 
-ENDED = frozenset({"Complete", "Failed"})
-"""Deployment statuses after which KubeRay itself takes the cluster away."""
 MINUTE_S = 60.0
-KEPT_S = 14 * 24 * 3600.0
+DAY_S = 24 * 3600.0
+KEPT_S = 14 * DAY_S
 """So long do the notes of a run stay."""
 IsOver = Callable[[str], bool]
 """Whether a KFP run, named by its id, is over."""
@@ -63,9 +63,12 @@ def reap(
 def forsaken(cluster: Cluster, older_than_s: float, now: float, is_over: IsOver | None) -> Iterator[Reaped]:
     """RayJobs without anybody, and why."""
     for job in cluster.list(RAY_JOBS, selector()):
-        if has_ended(job) or job["metadata"].get("deletionTimestamp"):
+        if job["metadata"].get("deletionTimestamp"):
             continue
-        reason = silent(job, older_than_s, now) or orphaned(cluster, job) or finished(job, is_over)
+        if has_ended(job):
+            reason = stale(job, now)
+        else:
+            reason = silent(job, older_than_s, now) or orphaned(cluster, job) or finished(job, is_over)
         if reason is not None:
             yield Reaped(name_of(job), reason)
 
@@ -82,10 +85,12 @@ def sweep(cluster: Cluster, now: float) -> None:
             cluster.delete(CONFIG_MAPS, name_of(board))
 
 
-def has_ended(job: Object) -> bool:
-    """Whether KubeRay takes the cluster away by itself."""
-    ended = (job.get("status") or {}).get("jobDeploymentStatus") in ENDED
-    return ended and bool(job["spec"].get("shutdownAfterJobFinishes"))
+def stale(job: Object, now: float) -> str | None:
+    """Why a job that ended is not kept any more, None if it is. KubeRay deletes its cluster, and never the job."""
+    ended = (job.get("status") or {}).get("endTime")
+    if ended is None or now - seconds(ended) < DAY_S:
+        return None
+    return f"it ended {(now - seconds(ended)) / DAY_S:.0f} day(s) ago"
 
 
 def silent(job: Object, older_than_s: float, now: float) -> str | None:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from tidemill.config import RunConfig
 from tidemill.errors import ClusterError, RunError, StoreError, TidemillError
-from tidemill.failure import Failure
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.board import Board
-from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of
+from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of
+from tidemill.kuberay.ending import WATCH, Ending
 from tidemill.kuberay.mirror import Mirror, Screen
 from tidemill.kuberay.names import HEARTBEAT, STOP, attempt_of, job_name, selector
-from tidemill.kuberay.state import NODE_TYPE, JobState, Phase, assess, seconds
+from tidemill.kuberay.state import JobState, Phase, assess, seconds
 from tidemill.observe.events import Notice, PhaseStarted
 from tidemill.observe.links import cluster_rows
 from tidemill.observe.report import Summary
@@ -32,15 +32,6 @@ OUTAGE_S = 900.0
 """So long may API server or store be away before the watcher gives up; the run itself goes on meanwhile."""
 STOP_GRACE_S = 900.0
 """So long may a run take for step, checkpoint and export after it was told to stop for its budget."""
-PATIENCE_S = 10.0
-"""A pod that waits for less is not worth a line."""
-TAIL_LINES = 30
-WATCH = "watch"
-"""Name of the step in a failure that the watcher records for an attempt."""
-
-
-class Lost(Exception):
-    """What a driver's traceback says."""
 
 
 @dataclass(slots=True)
@@ -90,16 +81,16 @@ class Watcher:
         """Where it leaves what it makes."""
         return self.attempts.store
 
+    @property
+    def ending(self) -> Ending:
+        """How they end."""
+        return Ending(self.attempts)
+
     def provision(self) -> int:
         """The number of the attempt under way; where there is none, the next one is begun."""
-        number = self.attempts.live()
-        if number is None:
-            number = self.attempts.last() + 1
-            self.attempts.begin(number)
+        number = self.attempts.under_way() or self.attempts.begin_next()
         where = "\n".join(f"{what}: {where}" for what, where in cluster_rows(self.config))
-        self.board.post(
-            attempt=number, phase=Phase.STARTING, links=where, error=None, updated=self.attempts.clock.time()
-        )
+        self.post(attempt=number, phase=Phase.STARTING, links=where, error=None)
         return number
 
     def follow(self, first: int) -> Summary:
@@ -126,10 +117,10 @@ class Watcher:
         while True:
             visit = self.visit(number)
             state = self.attend(visit)
-            summary = self.result(visit.attempt)
+            summary = self.ending.result(visit.attempt)
             if summary is not None:
                 return summary
-            error = self.explain(visit, state)
+            error = self.ending.explain(visit.attempt, state)
             self.release(number, error)
             if not isinstance(error, RunError) or number >= last or visit.stopping is not None:
                 raise error
@@ -160,10 +151,10 @@ class Watcher:
         if number is not None:
             return number
         last = max(first, self.attempts.last())
-        failure = self.failure(Attempt(self.config.name, last))
+        failure = self.ending.failure(Attempt(self.config.name, last))
         if failure is not None and failure.step == WATCH:
             raise ClusterError(failure.message)
-        if failure is None and self.result(Attempt(self.config.name, last)) is not None:
+        if failure is None and self.ending.result(Attempt(self.config.name, last)) is not None:
             return last
         self.refuse_without_budget()
         self.attempts.begin(last + 1)
@@ -302,55 +293,3 @@ class Watcher:
                 f"the budget of {limit:g} GPU hours (kubernetes.gpu_hours) is used up: {self.meter.hours:.2f}. Raise "
                 "it to go on from the newest checkpoint."
             )
-
-    def result(self, attempt: Attempt) -> Summary | None:
-        """The summary of an attempt that came to its end; the score of the model is the last that it leaves."""
-        if not (self.store.exists(attempt.summary) and self.store.exists(attempt.evaluation)):
-            return None
-        return Summary.from_json(self.store.get_bytes(attempt.summary).decode())
-
-    def failure(self, attempt: Attempt) -> Failure | None:
-        """Why an attempt failed, as it recorded it."""
-        if not self.store.exists(attempt.failure):
-            return None
-        return Failure.from_json(self.store.get_bytes(attempt.failure).decode(), self.store.uri(attempt.failure))
-
-    def explain(self, visit: Visit, state: JobState) -> TidemillError:
-        """The error of an attempt that is over; RunError where another one may do better."""
-        failure = self.failure(visit.attempt)
-        if failure is not None:
-            return remote(failure)
-        reason = state.fatal or f"the driver ended without a result: {state.progress}"
-        if state.phase is Phase.GONE:
-            reason = (
-                f"RayJob {job_name(self.config.name, visit.attempt.number)} was deleted from outside, as by `tidemill "
-                "stop --now`. Submit the run again to go on from its newest checkpoint."
-            )
-            gone = Failure(WATCH, "ClusterError", reason, expected=True, passing=False, origin="", trace="")
-            self.store.put_bytes(visit.attempt.failure, gone.to_json().encode())
-        log = self.last_words(visit.attempt.number) if state.phase in (Phase.RUNNING, Phase.FAILED) else ""
-        told = f"{reason}\n{log}" if log else reason
-        if state.passing or (state.fatal is None and state.phase is not Phase.SUCCEEDED):
-            return RunError(told)
-        return ClusterError(told)
-
-    def last_words(self, number: int) -> str:
-        """The end of the driver's log, from the pod that follows it, else of the head's."""
-        pods = [
-            pod
-            for pod in self.cluster.list(PODS, selector(self.config.name))
-            if attempt_of(labels_of(pod)) == number and labels_of(pod).get(NODE_TYPE) in (None, "head")
-        ]
-        for pod in sorted(pods, key=lambda pod: labels_of(pod).get(NODE_TYPE, "")):
-            text = self.cluster.log(name_of(pod), lines=TAIL_LINES).strip()
-            if text:
-                return f"the last lines of pod {name_of(pod)}:\n{text}"
-        return ""
-
-
-def remote(failure: Failure) -> TidemillError:
-    """The error of a driver, with its traceback as the cause."""
-    text = failure.message if failure.expected else f"{failure.error}: {failure.message}\n{failure.origin.strip()}"
-    error: TidemillError = RunError(text) if failure.passing else TidemillError(text)
-    error.__cause__ = Lost(failure.trace)
-    return error

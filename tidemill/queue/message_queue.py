@@ -81,11 +81,24 @@ class MessageQueue(Generic[Ref]):
         async with self.turn(self.producers, lambda: self.can_put(count), timeout_s, f"room for {count} groups"):
             if self.closed:
                 raise RunError(f"put of {count} groups into a closed queue; nothing of them was stored")
-            dropped = self.drop_oldest(count)
-            for delivery in deliveries:
-                self.arrived += 1
-                self.queued.append(Arrival(self.arrived, delivery))
-            return dropped
+            return self.store(deliveries)
+
+    async def offer(self, batches: Sequence[Sequence[Delivery[Ref]]]) -> list[list[int] | None]:
+        """Many puts in one call that never waits.
+
+        Stores the batches one after the other, up to the first that a `put` would not store at once: because there is
+        no room, producers stand in line already, or it would fail.
+
+        Returns:
+            For each batch what `put` returns, or None: nothing of it was stored, and it is to be put.
+        """
+        answers: list[list[int] | None] = []
+        for batch in batches:
+            if self.producers or self.closed or len(batch) > self.capacity or not self.can_put(len(batch)):
+                break
+            answers.append(self.store(batch))
+        self.wake()
+        return answers + [None] * (len(batches) - len(answers))
 
     async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Ref]:
         """Take the `count` groups of the oldest versions, ordered by uid; fewer only once the queue is closed.
@@ -189,6 +202,14 @@ class MessageQueue(Generic[Ref]):
         """Whether `lease` has something to return."""
         enough = self.closed or len(self.queued) >= count or self.unreported
         return bool(enough) or any(self.stale(arrival, version) for arrival in self.queued)
+
+    def store(self, deliveries: Sequence[Delivery[Ref]]) -> list[int]:
+        """Append in order; returns the uids dropped for it."""
+        dropped = self.drop_oldest(len(deliveries))
+        for delivery in deliveries:
+            self.arrived += 1
+            self.queued.append(Arrival(self.arrived, delivery))
+        return dropped
 
     def stale(self, arrival: Arrival[Ref], version: int) -> bool:
         """Whether a group may no longer be trained at `version`."""

@@ -31,8 +31,13 @@ class Admission:
         # A version that ended early, with the data or the steps, counts like a whole one.
         self._uncounted = version * config.groups_per_version - ledger.trained_count
         self.policy = replace(StalenessPolicy.of(config, engines), total=self._wanted + self._uncounted)
+        self._per_engine = config.rollout.concurrent_samples_per_replica
         self.version = version
         self.queued: dict[int, int] = {}
+
+    def resize(self, engines: int) -> None:
+        """So many engines are there now; with none, nothing starts."""
+        self.policy = replace(self.policy, max_concurrent=self._per_engine * engines)
 
     def capacity(self, under_way: Collection[int]) -> int:
         """Groups that may start beside those of the given uids."""

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from tidemill.errors import EngineError, SyncError, TidemillError
+from tidemill.errors import EngineError, EngineLostError, SyncError, TidemillError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.rollout.engine_processes import cause_of_death, children, end_processes, resident_bytes
@@ -163,13 +163,13 @@ class VllmEngine:
         for task in self._tasks:
             task.cancel()
 
-    def _end(self, what: str) -> EngineError | None:
+    def _end(self, what: str) -> EngineLostError | None:
         """Why nothing can be asked of the engine any more, or None while it lives."""
         if self._llm is None:
-            return EngineError(f"{what}: the engine is not running")
+            return EngineLostError(f"{what}: the engine is not running")
         if self._llm.errored:
             ended = self._llm.engine_core.resources.engine_manager.finished_procs()
-            return EngineError(f"{what}: the engine for {self._model_path} died: {cause_of_death(ended)}")
+            return EngineLostError(f"{what}: the engine for {self._model_path} died: {cause_of_death(ended)}")
         return None
 
     async def _fly(self, flight: Flight) -> None:
@@ -190,13 +190,17 @@ class VllmEngine:
         flight.submitted += 1
         try:
             options = sampling_options(flight.sampling, indices, len(so_far))
-            output = await self._run(flight.request_id, flight.prompt + so_far, options)
+            output = await self._run(
+                flight.request_id, flight.prompt + so_far, options, priority=flight.sampling.priority
+            )
         finally:
             flight.submitted -= 1
         for index, piece in zip(indices, output.outputs, strict=True):
             flight.samples[index].extend(piece)
 
-    async def _run(self, request_id: str, token_ids: list[int], options: Mapping[str, Any]) -> Any:
+    async def _run(
+        self, request_id: str, token_ids: list[int], options: Mapping[str, Any], *, priority: int = 0
+    ) -> Any:
         """Submit to vLLM and wait for the one output; the engine's errors become ours."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
@@ -207,7 +211,7 @@ class VllmEngine:
         try:
             # Streaming with n > 1 would return in the end only the samples that ended last.
             parameters = SamplingParams(**options, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
-            outputs = [output async for output in self._llm.generate(prompt, parameters, request_id)]
+            outputs = [output async for output in self._llm.generate(prompt, parameters, request_id, priority=priority)]
         except (VLLMError, ValueError) as error:
             raise EngineError(
                 f"request {request_id} of {len(token_ids)} tokens failed: {error.__cause__ or error!r}"
@@ -297,6 +301,7 @@ class VllmEngine:
 
     async def version(self) -> int:
         """See `protocols.Engine.version`."""
+        self._running("version")
         return self._version
 
     async def stats(self) -> Mapping[str, float]:

@@ -68,6 +68,7 @@ def engine_settings(model_path: str, rollout: RolloutConfig, max_prompt_tokens: 
         # Of the tempered distribution, as the trainer's.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
         "disable_log_stats": True,
     }
     return settings | (cpu_settings(rollout, context) if device == "cpu" else gpu_settings(rollout))

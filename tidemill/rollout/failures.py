@@ -8,6 +8,8 @@ from tidemill.errors import DataError, EngineError, RewardError, RunError, Tidem
 from tidemill.rollout.activity import Clock
 from tidemill.rollout.flights import Flight
 
+LOSSES = 3  # engines of one place, one after the other, that finish nothing
+LOSSES_WITHIN_S = 3600.0
 FIRST_FAILURES = 8  # distinct prompts in a row
 LATER_FAILURES = 32  # of a reward that has worked before: a few bad prompts may stand together
 NAMED = 5  # occurrences that a message names
@@ -85,6 +87,32 @@ class FailureStreak:
         self._too_long += 1
         if self._too_long >= self._rows:
             raise DataError(f"every prompt is longer than data.max_prompt_tokens = {limit}; raise it")
+
+
+class CrashLoop:
+    """Tells engines that die for ever from one that has died.
+
+    A *place* is that of an engine and of all that replace it. Its engines must not die `LOSSES` times within
+    `LOSSES_WITHIN_S` without any of them finishing a request. What other places do does not excuse it.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._barren: dict[str, list[float]] = {}
+
+    def lost(self, place: str, finished: int) -> int:
+        """Count the loss of an engine that had finished so many requests.
+
+        Returns:
+            How many have been lost there without finishing anything, lately and in a row.
+        """
+        now = self._clock()
+        recent = [] if finished else [at for at in self._barren.get(place, []) if now - at < LOSSES_WITHIN_S] + [now]
+        self._barren[place] = recent
+        return len(recent)
 
 
 class Watchdog:

@@ -1,19 +1,17 @@
-"""Groups in flight, and the engines they fly on."""
+"""Groups in flight."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from tidemill.errors import EngineError
 from tidemill.protocols import Engine
 from tidemill.records import Int32Array, Prompt
-from tidemill.rollout.activity import LoadMeter
 
 LOG = logging.getLogger(__name__)
 
@@ -45,6 +43,7 @@ class Flight:
         number: ordinal of the dispatch in this process; makes the request id unique.
         version: the policy version at dispatch: no token can be older.
         started: when, by the rollouter's clock.
+        engine: the name of the engine that generates it, or did.
         stage: where it is; "delivering" from the moment at which its group is finished.
         task: runs it; set right after it is made.
     """
@@ -53,6 +52,7 @@ class Flight:
     number: int
     version: int
     started: float
+    engine: str | None = None
     stage: Stage = "generating"
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -65,43 +65,6 @@ class Flight:
     def request_id(self) -> str:
         """`UID.N`, unique in a process."""
         return f"{self.uid}.{self.number}"
-
-
-class EnginePool:
-    """Chooses the engine of a group: the one with the fewest failures in a row, then the least loaded.
-
-    An engine that is dead answers at once, with an error, and would otherwise look idle and attract every group.
-    """
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = list(engines)
-        self._load = [0] * len(engines)
-        self._failures = [0] * len(engines)
-        self.loads = LoadMeter()
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    @contextmanager
-    def lease(self) -> Iterator[Engine]:
-        """An engine for the time of one request; an exception other than cancellation counts as its failure."""
-        chosen = min(range(len(self._engines)), key=lambda n: (self._failures[n], self._load[n]))
-        self._load[chosen] += 1
-        self.loads.note(f"engine {chosen}", self._load[chosen])
-        try:
-            yield self._engines[chosen]
-        except Exception:
-            self._failures[chosen] += 1
-            raise
-        else:
-            self._failures[chosen] = 0
-        finally:
-            self._load[chosen] -= 1
-            self.loads.note(f"engine {chosen}", self._load[chosen])
-
-    def forgive(self) -> None:
-        """Forget the failures: engines that failed may have been repaired or replaced."""
-        self._failures = [0] * len(self._engines)
 
 
 def group_seed(seed: int, uid: int, failures: int) -> int:

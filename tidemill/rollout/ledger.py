@@ -41,6 +41,7 @@ class Ledger:
         self._dropped: Counter[str] = Counter()
         self._quarantined: dict[int, str] = {}
         self._attempts: dict[int, int] = {}
+        self._outlasted: dict[int, int] = {}
 
     def next_uid(self) -> int | None:
         """The occurrence to dispatch next: re-issues first, lowest first, then a new one; None when there is none.
@@ -76,6 +77,7 @@ class Ledger:
         """
         self._require(uid, ("dispatched",), "queued")
         self._flight[uid] = "queued"
+        self._outlasted.pop(uid, None)
 
     def trained(self, uids: Iterable[int]) -> None:
         """These occurrences are in the parameters: all of them, or on error none.
@@ -121,6 +123,26 @@ class Ledger:
         self._attempts[uid] = failures
         return False
 
+    def outlasted(self, uid: int, max_attempts: int) -> bool:
+        """A dispatched occurrence became too old before it was generated to its end, whatever else the run did.
+
+        It is dropped as "stale" and issued again, or at the `max_attempts`-th time in a row quarantined as
+        "never_fits".
+
+        Returns:
+            True when the occurrence is quarantined now.
+
+        Raises:
+            RunError: it is not in flight.
+        """
+        times = self._outlasted.get(uid, 0) + 1
+        if times >= max_attempts:
+            self.quarantine(uid, "never_fits")
+            return True
+        self.dropped(uid, "stale")
+        self._outlasted[uid] = times
+        return False
+
     def quarantine(self, uid: int, reason: str) -> None:
         """Set a dispatched occurrence aside; it is never issued again.
 
@@ -130,6 +152,7 @@ class Ledger:
         self._require(uid, ("dispatched", "queued"), f"quarantined ({reason})")
         del self._flight[uid]
         self._attempts.pop(uid, None)
+        self._outlasted.pop(uid, None)
         self._quarantined[uid] = reason
 
     def failures(self, uid: int) -> int:
@@ -183,6 +206,7 @@ class Ledger:
             "dropped": dict(self._dropped),
             "quarantined": {str(uid): reason for uid, reason in self._quarantined.items()},
             "attempts": {str(uid): count for uid, count in self._attempts.items()},
+            "outlasted": {str(uid): count for uid, count in self._outlasted.items()},
         }
 
     @classmethod
@@ -202,6 +226,7 @@ class Ledger:
             ledger._dropped = Counter(state["dropped"])
             ledger._quarantined = {int(uid): reason for uid, reason in state["quarantined"].items()}
             ledger._attempts = {int(uid): count for uid, count in state["attempts"].items()}
+            ledger._outlasted = {int(uid): count for uid, count in state.get("outlasted", {}).items()}
             lost = ledger._issued - ledger._trained - ledger._dropped.total() - len(ledger._quarantined)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the ledger in the checkpoint is damaged: {error!r}") from error

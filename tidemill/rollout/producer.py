@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tidemill.config import RunConfig
-from tidemill.errors import EngineError, RewardError, RewardTimeoutError
+from tidemill.errors import EngineError, EngineLostError, RewardError, RewardTimeoutError
 from tidemill.protocols import Engine, Sampling
 from tidemill.records import Completion, Group, Prompt, Rollout
 from tidemill.rollout.activity import Clock, IdleMeter
+from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import FlightFailure
-from tidemill.rollout.flights import Decode, EnginePool, Flight, Scorer, abort_request, group_seed
+from tidemill.rollout.flights import Decode, Flight, Scorer, abort_request, group_seed
 
 
 class Producer:
@@ -42,12 +43,16 @@ class Producer:
         version samples what, and unseeded sampling is faster in vLLM.
 
         Raises:
-            FlightFailure: "timeout", "engine_error", "aborted" (though nobody asked) or "empty" (no token at all).
+            FlightFailure: "engine_lost", "timeout", "engine_error", "aborted" (though nobody asked) or "empty" (no
+                token at all).
         """
         self._idle.enter()
         try:
-            with self._engines.lease() as engine:
-                return await self._request(engine, flight, self._sampling(flight.uid, failures))
+            with self._engines.lease() as seat:
+                flight.engine = seat.name
+                return await self._request(seat.engine, flight, self._sampling(flight.uid, failures))
+        except EngineLostError as error:
+            raise FlightFailure("engine_lost") from error
         except EngineError as error:
             raise FlightFailure("engine_error") from error
         finally:

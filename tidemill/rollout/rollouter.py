@@ -12,19 +12,20 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Generic
+from typing import Any
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
-from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue, Ref
+from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
 from tidemill.rollout.activity import Clock, IdleMeter, Tally
 from tidemill.rollout.admission import Admission
+from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
-from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, EnginePool, Flight, Scorer
+from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, Flight, Scorer
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
 from tidemill.rollout.prompts import PromptSet
@@ -36,7 +37,7 @@ PUT_TIMEOUT_S = 1.0  # of one attempt; between two it is seen whether the group 
 TICK_S = 1.0  # between two looks at a run in which nothing happens
 
 
-class Rollouter(Generic[Ref]):
+class Rollouter:
     """The rollout side of a run: implements `protocols.Generation`.
 
     The trainer must call `mark_trained` for what it trained before `begin_version` of the resulting version.
@@ -45,10 +46,9 @@ class Rollouter(Generic[Ref]):
         config: of the run.
         prompts: to train on.
         held_out: to evaluate on.
-        engines: at least one.
+        engines: at least one; named "engine 0", "engine 1", ... as in `Synchronizer`.
         queue: to the trainer.
         rewards: scores responses.
-        store_payload: puts an encoded group where the trainer can read it.
         decode: response tokens to text.
         ledger: new, or restored from a checkpoint.
         version: the version that the engines sample from at the start.
@@ -62,9 +62,8 @@ class Rollouter(Generic[Ref]):
         held_out: PromptSet | None,
         *,
         engines: Sequence[Engine],
-        queue: Queue[Ref],
+        queue: Queue[Any],
         rewards: Scorer,
-        store_payload: Callable[[bytes], Ref],
         decode: Decode,
         ledger: Ledger,
         version: int,
@@ -79,7 +78,7 @@ class Rollouter(Generic[Ref]):
         self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
         self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
-        self._store, self._tally = store_payload, Tally()
+        self._tally = Tally()
         self._flights: dict[int, Flight] = {}
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
@@ -191,7 +190,7 @@ class Rollouter(Generic[Ref]):
     async def _put(self, flight: Flight, group: Group) -> None:
         """It counts as queued from the first attempt on: the trainer may be done with it before we hear of it."""
         payload = group.to_bytes()
-        delivery = Delivery(group.header(len(payload)), self._store(payload))
+        delivery = Delivery(group.header(len(payload)), payload)
         self.ledger.queued(flight.uid)
         self._admission.queued[flight.uid] = group.oldest_version
         while not self._admission.too_old(group.oldest_version) and not self._stopping:
@@ -211,6 +210,10 @@ class Rollouter(Generic[Ref]):
         self._wake.set()
 
     def _failed(self, flight: Flight, failure: FlightFailure) -> None:
+        if failure.reason == "engine_lost":  # no fault of the prompt, nor of the engines that are left
+            self._resize()
+            self._drop([flight.uid], failure.reason)
+            return
         limit = self.config.rollout.max_attempts
         quarantined = self.ledger.failed(flight.uid, failure.reason, limit)
         self._tally.count(f"failed/{failure.reason}")
@@ -231,6 +234,64 @@ class Rollouter(Generic[Ref]):
         if flight.task is not None:
             flight.task.cancel()
 
+    def _outlasted(self, flight: Flight) -> None:
+        """A group became too old while it was generated; one that always does must not take a slot for ever."""
+        del self._flights[flight.uid]
+        limit = self.config.rollout.max_attempts
+        if self.ledger.outlasted(flight.uid, limit):
+            self._tally.count("skipped/never_fits")
+            LOG.warning(
+                "prompt occurrence %d skipped: %d times in a row its generation outlasted asynchrony.max_staleness = "
+                "%d versions; raise it, or asynchrony.trigger_parameter_sync_step",
+                *(flight.uid, limit, self.config.asynchrony.max_staleness),
+            )
+        else:
+            self._tally.count("dropped/stale")
+        if flight.task is not None:
+            flight.task.cancel()
+
+    def _resize(self) -> None:
+        self._admission.resize(len(self._engines))
+        self._wake.set()
+
+    async def add_engine(self, name: str, engine: Engine) -> None:
+        """One more engine takes groups; it must have the newest version."""
+        self._engines.add(name, engine)
+        self._tally.count("engines_joined")
+        self._resize()
+
+    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
+        """An engine gets no more groups; what it has not finished in time is dropped for `reason` and issued again.
+
+        Returns:
+            How many requests it had answered.
+        """
+        if patience_s:
+            self._engines.close(name)
+            self._resize()
+            await self._engines.drained(name, patience_s)
+        finished = self._engines.remove(name)
+        self._tally.count("engines_removed")
+        self._resize()
+        for flight in list(self._flights.values()):
+            if flight.stage == "generating" and flight.engine == name:
+                self._abandon(flight, reason)
+        return finished
+
+    async def set_engine_aside(self, name: str) -> None:
+        """An engine gets no more groups, and finishes those that it has; only an evaluation may name it."""
+        self._engines.close(name)
+        self._resize()
+
+    async def take_engine_back(self, name: str) -> None:
+        """It gets groups again."""
+        self._engines.reopen(name)
+        self._resize()
+
+    async def lost_engines(self) -> Mapping[str, str]:
+        """Engines that do not work any more and are to be removed, and why."""
+        return self._engines.lost()
+
     async def begin_version(self, version: int) -> None:
         """The engines now sample from `version`: cancel what became too old, admit more.
 
@@ -245,7 +306,7 @@ class Rollouter(Generic[Ref]):
         self._engines.forgive()
         for flight in list(self._flights.values()):
             if flight.stage == "generating" and self._admission.too_old(flight.version):
-                self._abandon(flight, "stale")
+                self._outlasted(flight)
         self._wake.set()
 
     async def mark_trained(self, uids: Sequence[int]) -> None:
@@ -272,19 +333,20 @@ class Rollouter(Generic[Ref]):
         self.ledger.check()
         return self.ledger.state()
 
-    async def evaluate(self, version: int) -> Evaluation:
+    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
-        return await self._evaluator.evaluate(version)
+        return await self._evaluator.evaluate(version, engine)
 
     async def loads(self) -> Loads:
         """Requests in flight since the last call; see `LoadMeter.take`."""
         return self._engines.loads.take()
 
     async def stats(self) -> Mapping[str, float]:
-        """`idle`, groups by stage, what `Tally.take` returns, and the ledger's counts as `ledger/NAME`."""
+        """`idle`, `engines`, groups by stage, what `Tally.take` returns, and the ledger's counts as `ledger/NAME`."""
         stages = Counter(flight.stage for flight in self._flights.values())
         return {
             "idle": self._idle.read(),
+            "engines": float(len(self._engines)),
             **{stage: float(stages[stage]) for stage in ("generating", "scoring", "delivering")},
             **self._tally.take(),
             **{f"ledger/{name}": float(count) for name, count in self.ledger.counts().items()},

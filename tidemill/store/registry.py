@@ -19,10 +19,9 @@ from tidemill.errors import ModelError, StoreError
 from tidemill.store.tracking import git_revision, make_client, tracking_uri
 
 MODEL_URI = re.compile(r"^models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[A-Za-z][A-Za-z0-9_-]*))$")
+CHAMPION = "champion"
 PROMPTS = "tidemill.prompts"
 """Tag of a registered model: the last prompts that continual training used for it."""
-
-CHAMPION = "champion"
 MISSING = frozenset({"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"})
 
 
@@ -167,20 +166,14 @@ def existing_version(client: Any, name: str, source_uri: str, run_id: str) -> st
     return str(same[0].version) if same else None
 
 
-def aliased_version(config: RunConfig, alias: str) -> str | None:
-    """The version of the run's registered model that has the alias, or None.
+def champion_version(config: RunConfig) -> str | None:
+    """The champion among the versions of the run's registered model, or None.
 
     Raises:
         StoreError: MLflow does not answer.
     """
     with answered(config) as client:
-        return None if (model := find_model(client, config)) is None else model.aliases.get(alias)
-
-
-def set_alias(config: RunConfig, alias: str, version: str) -> None:
-    """Let the alias stand for a version of the run's registered model."""
-    with answered(config) as client:
-        client.set_registered_model_alias(config.registered_model, alias, version)
+        return None if (model := find_model(client, config)) is None else model.aliases.get(CHAMPION)
 
 
 def last_prompts(config: RunConfig) -> str | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +37,7 @@ class Outbox(Protocol):
 
         Raises:
             SyncError: no room, or the export is not whole.
+            StoreError: the object store failed.
         """
         ...
 
@@ -52,7 +55,11 @@ class Outbox(Protocol):
 
 
 class MemoryOutbox:
-    """`shared_memory`: a file that the engines of this host map.
+    """`shared_memory`: files that the engines of this host map, `sync.mapped_weights`.
+
+    Two of them take turns: the one of the newest version, and the spare, which was that of the version before it and is
+    written again for the next. A spare that some engine still reads, because it was too slow or was given up, is
+    deleted instead and lives on for that engine alone. So the memory of two versions is used all the time.
 
     Args:
         folder: of its own, on a memory-backed file system; made here, removed by `close`.
@@ -62,6 +69,7 @@ class MemoryOutbox:
 
     def __init__(self, folder: Path, export: Export, expected_nbytes: int = 0) -> None:
         self._folder, self._export, self._nbytes = folder, export, expected_nbytes
+        self._spare = folder / "spare.safetensors"
         self._newest: Publication | None = None
         # A run that was killed may have left its files here.
         shutil.rmtree(folder, ignore_errors=True)
@@ -69,18 +77,27 @@ class MemoryOutbox:
 
     async def write(self, version: int) -> Publication:
         """See `Outbox`."""
-        check_room(self._folder, self._nbytes)
         path = self._folder / f"v{version}.safetensors"
+        with alone(self._spare) as reusable:
+            if not reusable:
+                self._spare.unlink(missing_ok=True)
+                check_room(self._folder, self._nbytes)
+            await self._fill_spare(version)
+            # Only now has the version a name. Before, no engine could open it by one.
+            self._spare.rename(path)
+        self._newest = Publication(WeightUpdate(version, str(path), self._nbytes))
+        return self._newest
+
+    async def _fill_spare(self, version: int) -> None:
+        """Have the trainer write its weights there."""
         try:
-            self._nbytes = await self._export(path)
+            self._nbytes = await self._export(self._spare)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             raise no_room(self._folder, self._nbytes) from error
-        if not path.is_file() or path.stat().st_size != self._nbytes:
-            raise SyncError(f"the export of version {version} announced {self._nbytes} bytes and left another {path}")
-        self._newest = Publication(WeightUpdate(version, str(path), self._nbytes))
-        return self._newest
+        if not self._spare.is_file() or self._spare.stat().st_size != self._nbytes:
+            raise SyncError(f"the export of version {version} announced {self._nbytes} bytes and left another file")
 
     async def snapshot(self) -> Publication:
         """See `Outbox`; a file is whole by itself."""
@@ -88,8 +105,8 @@ class MemoryOutbox:
         return self._newest
 
     def retire(self, update: WeightUpdate) -> None:
-        """See `Outbox`."""
-        Path(update.path).unlink()
+        """See `Outbox`; its file is the spare now."""
+        Path(update.path).rename(self._spare)
 
     def close(self) -> None:
         """See `Outbox`."""
@@ -118,19 +135,19 @@ class StoreOutbox:
         """See `Outbox`.
 
         Raises:
-            SyncError: the store failed.
+            StoreError: the store failed; the version before is intact.
         """
         try:
             return await self.publish(version)
         except StoreError as error:
-            raise SyncError(f"version {version} could not be published through the object store: {error}") from error
+            raise StoreError(f"version {version} could not be published through the object store: {error}") from error
 
     async def snapshot(self) -> Publication:
         """See `Outbox`; raises as `write`."""
         try:
             return await self.republish()
         except StoreError as error:
-            raise SyncError(f"the newest version could not be published as a snapshot: {error}") from error
+            raise StoreError(f"the newest version could not be published as a snapshot: {error}") from error
 
     def retire(self, update: WeightUpdate) -> None:
         """Nothing: later deltas may need it, so the publisher decides."""
@@ -143,6 +160,23 @@ class StoreOutbox:
             self.store.delete_prefix(self.prefix)
         except (StoreError, CheckpointError) as error:
             log.warning("published weights could not be deleted: %s", error)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[bool]:
+    """Lock a file to have it written again; False where it is still read, or is not there."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        yield False
+        return
+    with file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def check_room(folder: Path, nbytes: int) -> None:
@@ -159,6 +193,6 @@ def no_room(folder: Path, nbytes: int) -> SyncError:
     """The error for a memory-backed folder that cannot take another `nbytes`; 0 is unknown."""
     return SyncError(
         f"no room for the weights in {folder}: {nbytes or 'an unknown number of'} bytes needed, "
-        f"{shutil.disk_usage(folder).free} free. Old and new weights lie there together for a moment; enlarge /dev/shm "
+        f"{shutil.disk_usage(folder).free} free. Old and new weights lie there together; enlarge /dev/shm "
         "(in a pod: a memory emptyDir on /dev/shm)"
     )

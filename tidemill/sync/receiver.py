@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from tidemill.errors import ChainError, StoreError, SyncError
+from tidemill.errors import ChainError, EngineError, StoreError
 from tidemill.protocols import WeightUpdate
 from tidemill.store.object_store import ObjectStore, parse_uri
 from tidemill.sync.delta import Bytes, apply, checksum
@@ -61,7 +61,8 @@ class Receiver:
 
         Raises:
             ChainError: what is stored of the version is damaged or incomplete.
-            SyncError: no room, or another engine keeps the folder for too long.
+            SyncError: no room.
+            EngineError: another engine keeps the folder for too long.
         """
         with (self.folder / "fetch.lock").open("w") as lock:
             path = await asyncio.to_thread(self.locked_fetch, lock, update)
@@ -87,11 +88,15 @@ class Receiver:
                 return path
 
     def wait_for(self, lock: IO[str], kind: int, update: WeightUpdate) -> None:
-        """Take a lock before the deadline."""
+        """Take a lock before the deadline.
+
+        Raises:
+            EngineError: that was not possible.
+        """
         deadline = time.monotonic() + self.timeout_s
         while not try_lock(lock, kind):
             if time.monotonic() > deadline:
-                raise SyncError(
+                raise EngineError(
                     f"version {update.version} waited in {self.folder} for more than {self.timeout_s:g} s, because "
                     "another engine of this host fetches or loads one; look at that engine, or raise sync.timeout_s"
                 )

@@ -1,20 +1,19 @@
 """The engine's end of a weight sync on one host: a vLLM weight transfer engine that maps a safetensors file.
 
 vLLM finds it through the entry point group `vllm.general_plugins`, in every process that it starts. The file is on a
-memory-backed file system, so that mapping it moves no byte; the one copy is the one into the model's parameters.
+memory-backed file system and stays mapped, so that the one copy is the one into the model's parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,7 +23,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
 from tidemill.errors import SyncError
-from tidemill.sync.weight_names import check_same, folder_shapes, shapes
+from tidemill.sync.mapped_weights import MappedWeights
+from tidemill.sync.weight_names import check_same, counted, folder_shapes
 
 BACKEND = "tidemill_shared_memory"
 logger = init_logger(__name__)
@@ -67,6 +67,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         self.expected = folder_shapes(Path(self.model_config.model), tied)
         self.tied = tied
+        self.files = MappedWeights()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to connect to: every update names its file."""
@@ -78,7 +79,8 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         """Nothing left, see the class."""
 
     def shutdown(self) -> None:
-        """Nothing is held open between updates."""
+        """Let go of the files."""
+        self.files.kept.clear()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Check the file, then load it.
@@ -89,16 +91,18 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         started = time.monotonic()
         path = Path(update_info.path)
         try:
-            check_size(path, update_info.nbytes)
-            with safe_open(path, framework="pt", device="cpu") as file:
-                check_same(shapes(file, self.tied), self.expected, f"version {update_info.version} in {path}")
-                self.load(file)
-        except (OSError, SafetensorError) as error:
+            with self.files.reading(path, update_info.nbytes) as mapped:
+                given = counted({name: tuple(tensor.shape) for name, tensor in mapped.tensors.items()}, self.tied)
+                check_same(given, self.expected, f"version {update_info.version} in {path}")
+                self.load(mapped.tensors)
+        except OSError as error:
             raise SyncError(f"cannot read the weights of version {update_info.version} from {path}: {error}") from error
         logger.debug("version %s loaded in %.3f s", update_info.version, time.monotonic() - started)
 
-    def load(self, file: Any) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Layer by layer: fresh parameters, vLLM's loaders, its post-processing, and back into the old storage.
+
+        Nothing of the file is used afterwards: vLLM has copied all of it into storage of its own.
 
         The detour is needed because vLLM packs weights for the kernels after loading; a plain copy into the
         parameters would leave the packed ones as they were.
@@ -110,7 +114,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         initialize_layerwise_reload(self.model)
         try:
             with disable_mtp_completeness_check():
-                loaded = self.model.load_weights(tensors(file))
+                loaded = self.model.load_weights(iter(sorted(tensors.items())))
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None:
@@ -139,20 +143,3 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         for name in missing:
             layer = self.model.get_submodule(name.rpartition(".")[0])
             layer.quant_method.process_weights_after_loading(layer)
-
-
-def check_size(path: Path, nbytes: int) -> None:
-    """Refuse a file that was cut short, or is another one.
-
-    Raises:
-        SyncError: with both sizes.
-    """
-    size = path.stat().st_size
-    if size != nbytes:
-        raise SyncError(f"{path} has {size} bytes and was announced with {nbytes}: the export did not arrive whole")
-
-
-def tensors(file: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and mapped tensors, in the order of the names: a layer's tensors stand together, as vLLM wants them."""
-    for name in sorted(file.keys()):
-        yield name, file.get_tensor(name)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tidemill.errors import ChainError, EngineError, RunError, SyncError, TidemillError
+from tidemill.errors import ChainError, EngineLostError, RunError, SyncError, TidemillError
 from tidemill.failure import PASSING
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Engine, PauseMode, WeightUpdate
@@ -30,8 +30,11 @@ LOG = logging.getLogger(__name__)
 class Synchronizer:
     """Brings weights from one trainer to all engines.
 
+    An engine that dies or does not answer in time fails no publication: the others adopt the version, and it is left
+    out from then on. `take_lost` tells of it, so that another engine can take its place.
+
     Args:
-        engines: all of them; those that join later come through `late_join`.
+        engines: those of the start, named "engine 0", "engine 1", ...; others come through `late_join`.
         config: deadline and canary.
         outbox: where the trainer puts a version; closed by `close`.
         score: `[T-1]` natural log-probs of `tokens[1:]` under the trainer's weights at temperature 1.
@@ -46,7 +49,9 @@ class Synchronizer:
         score: Score,
         canary: Int32Array,
     ) -> None:
-        self._engines = list(engines)
+        self._engines = {f"engine {n}": engine for n, engine in enumerate(engines)}
+        self._lost: dict[str, EngineLostError] = {}
+        self._calibrated = False
         self._config = config
         self._outbox = outbox
         self._score = score
@@ -67,9 +72,9 @@ class Synchronizer:
 
         Raises:
             SyncError: no room, an engine that refused the weights, or a gap above the bound.
-            EngineError: an engine died or did not answer before the deadline.
-            RunError: an actor died, or the trainer did not answer before the deadline.
-            StoreError: an engine could not reach the object store.
+            EngineError: an engine failed otherwise than by dying.
+            RunError: the trainer died, or did not answer before the deadline.
+            StoreError: the trainer or an engine could not reach the object store.
         """
         async with self._turn:
             return await self._publish(version, mode)
@@ -84,34 +89,48 @@ class Synchronizer:
         outdated, self._newest, self._reference = self._newest, update, None
         with timings.phase("sync_canary"):
             gap = await self._check_canary(self._engines)
-        if outdated is None and self._bound is not None:
-            self._bound = min(self._bound, NOISE_FLOOR + NOISE_FACTOR * gap)
+        if not self._calibrated and self._bound is not None and self._engines:
+            self._bound, self._calibrated = min(self._bound, NOISE_FLOOR + NOISE_FACTOR * gap), True
         if outdated is not None and outdated.path != update.path:
             self._outbox.retire(outdated)
         facts = {"sync/bytes": float(update.nbytes), "sync/canary_gap": gap}
         return {**timings.metrics(), **facts, **publication.metrics}
 
-    async def late_join(self, engine: Engine) -> None:
-        """Give an engine that started, or started again, the newest version; later ones reach it too.
+    async def late_join(self, name: str, engine: Engine, mode: PauseMode = "keep") -> None:
+        """Give an engine that started, or was left out for a time, the newest version; later ones reach it too.
 
         A publication under way ends first, and one that comes meanwhile waits.
 
         Raises:
+            EngineLostError: it died, or did not answer in time; it has not joined.
             SyncError, EngineError, RunError, StoreError: as in `publish`.
         """
         async with self._turn:
-            if engine not in self._engines:
-                self._engines.append(engine)
+            joining = {name: engine}
             if self._newest is not None:
                 what = f"adopt version {self._newest.version} late"
-                self._newest = await self._adopt(self._newest, [engine], "keep", what)
-                await self._check_canary([engine])
+                self._newest = await self._adopt(self._newest, joining, mode, what)
+                await self._check_canary(joining)
+            if name in self._lost:
+                raise self._lost.pop(name)
+            self._engines[name] = engine
+
+    def leave(self, name: str) -> None:
+        """Publish no more to this engine."""
+        self._engines.pop(name, None)
+
+    def take_lost(self) -> Mapping[str, EngineLostError]:
+        """Engines that were lost in a publication since the last call, and why."""
+        lost, self._lost = self._lost, {}
+        return lost
 
     def close(self) -> None:
         """Free what the outbox holds; engines keep the weights they adopted."""
         self._outbox.close()
 
-    async def _adopt(self, update: WeightUpdate, engines: Sequence[Engine], mode: PauseMode, what: str) -> WeightUpdate:
+    async def _adopt(
+        self, update: WeightUpdate, engines: dict[str, Engine], mode: PauseMode, what: str
+    ) -> WeightUpdate:
         """Have engines adopt a version; returns what they adopted: a snapshot where `update` had come to harm."""
         try:
             await self._all(engines, lambda engine: engine.update_weights(update, mode), what)
@@ -124,16 +143,25 @@ class Synchronizer:
         await self._all(engines, lambda engine: engine.update_weights(snapshot, mode), what)
         return snapshot
 
-    async def _all(self, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[T]], what: str) -> list[T]:
-        """Call engines at once and let all of them end, so that none is left in the middle of an update."""
-        calls = [self._answer(call(engine), what) for engine in engines]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        answers, failures = [], {}
-        for engine, result in zip(engines, results, strict=True):
-            if isinstance(result, BaseException):
-                failures[f"engine {self._engines.index(engine)}"] = result
+    async def _all(self, engines: dict[str, Engine], call: Callable[[Engine], Awaitable[T]], what: str) -> dict[str, T]:
+        """Call engines at once and let all of them end, so that none is left in the middle of an update.
+
+        Those that are lost on the way leave `engines`; the answers are those of the others.
+        """
+        asked = dict(engines)
+        calls = [self._answer(call(engine), what) for engine in asked.values()]
+        results = dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        answers: dict[str, T] = {}
+        failures: dict[str, BaseException] = {}
+        for name, result in results.items():
+            if isinstance(result, EngineLostError):
+                LOG.warning("%s is left out, because it did not %s: %s", name, what, result)
+                engines.pop(name, None)
+                self._lost[name] = result
+            elif isinstance(result, BaseException):
+                failures[name] = result
             else:
-                answers.append(result)
+                answers[name] = result
         if failures:
             text = "; ".join(named(name, error) for name, error in failures.items())
             kind, cause = gravest(list(failures.values()))
@@ -147,22 +175,20 @@ class Synchronizer:
             async with asyncio.timeout(limit):
                 return await call
         except TimeoutError as error:
-            raise EngineError(f"could not {what} within sync.timeout_s = {limit} s") from error
+            raise EngineLostError(f"could not {what} within sync.timeout_s = {limit} s") from error
 
-    async def _check_canary(self, engines: Sequence[Engine]) -> float:
-        """The widest mean gap of `engines`; 0 where the check is off."""
+    async def _check_canary(self, engines: dict[str, Engine]) -> float:
+        """The widest mean gap of `engines`; 0 where the check is off, or there are none."""
         if self._config.canary_max_gap is None or self._newest is None:
             return 0.0
-        if self._reference is None:
+        if self._reference is None:  # now, also without an engine: by the time one joins, the trainer has learned
             async with self._deadline("score the canary"):
                 self._reference = await self._score(self._canary)
+        reference = self._reference
         scores = await self._all(engines, lambda engine: engine.score(self._canary), "score the canary")
-        return max(
-            self._gap(self._engines.index(engine), self._reference, score)
-            for engine, score in zip(engines, scores, strict=True)
-        )
+        return max((self._gap(name, reference, score) for name, score in scores.items()), default=0.0)
 
-    def _gap(self, index: int, reference: Float32Array, score: Float32Array) -> float:
+    def _gap(self, name: str, reference: Float32Array, score: Float32Array) -> float:
         gaps = np.abs(reference - score)
         gap, bound = float(gaps.mean()), self._bound
         # Written so that NaN fails too.
@@ -173,7 +199,7 @@ class Synchronizer:
                 for i in worst
             )
             raise SyncError(
-                f"engine {index} computes something else than the trainer: after the sync their log-probs differ by "
+                f"{name} computes something else than the trainer: after the sync their log-probs differ by "
                 f"{gap:.4f} in the mean, allowed is {bound:.4f} (sync.canary_max_gap is {self._config.canary_max_gap}, "
                 f"and less where rounding is finer); {tokens}"
             )

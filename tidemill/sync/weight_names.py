@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
@@ -26,19 +25,15 @@ def folder_shapes(folder: Path, tied: bool) -> Shapes:
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="np") as file:
-            found.update(shapes(file, tied))
+            found.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
     if not found:
         raise SyncError(f"{folder} holds no *.safetensors, so that no weight update for this model can be checked")
-    return found
+    return counted(found, tied)
 
 
-def shapes(file: Any, tied: bool) -> Shapes:
-    """Name to shape of an open safetensors file; a head that is `tied` to the embedding does not count."""
-    return {
-        name: tuple(file.get_slice(name).get_shape())
-        for name in file.keys()  # noqa: SIM118 - not a mapping
-        if not name.endswith(DERIVED) and not (tied and name == HEAD)
-    }
+def counted(found: Shapes, tied: bool) -> Shapes:
+    """What must be equal on both sides; a head that is `tied` to the embedding does not count."""
+    return {name: shape for name, shape in found.items() if not name.endswith(DERIVED) and not (tied and name == HEAD)}
 
 
 def check_same(given: Shapes, expected: Shapes, what: str) -> None:

@@ -83,22 +83,15 @@ def frozen_copy(model: Any) -> Any:
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
-def write_weights(path: Path | None, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """Write parameters by their Hugging Face names, as `dtype`; returns the bytes. Without a path, see `write_tensors`.
-
-    A head that is tied to the embedding is the same parameter and stands under the embedding's name only.
-    """
-    return write_tensors(path, parameters, dtype)
-
-
 def write_folder(folder: Path | None, source: Path, parameters: Mapping[str, Tensor]) -> None:
     """Write a Hugging Face folder: bfloat16 weights, and all else as in the folder the model came from.
 
-    Without a folder, see `write_tensors`.
+    A head that is tied to the embedding is the same parameter and stands under the embedding's name only. Without a
+    folder, see `write_tensors`.
     """
     if folder is not None:
         copy_companions(folder, source)
-    write_weights(folder / WEIGHTS if folder else None, parameters, torch.bfloat16)
+    write_tensors(folder / WEIGHTS if folder else None, parameters, torch.bfloat16)
 
 
 def copy_companions(folder: Path, source: Path) -> None:

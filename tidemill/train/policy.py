@@ -22,11 +22,12 @@ from tidemill.errors import RunError
 from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.sections import AlgorithmConfig, TrainerConfig
+from tidemill.sync.mapped_weights import MappedWeights
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch
 from tidemill.train.correction import behaviour_weights, log_linear
 from tidemill.train.losses import kl_penalty, ppo_clip
-from tidemill.train.model import frozen_copy, load_model, write_folder, write_weights
+from tidemill.train.model import frozen_copy, load_model, write_folder
 from tidemill.train.network import Network
 from tidemill.train.precision import compute_dtype
 from tidemill.train.shards import places, spread, whole
@@ -79,6 +80,7 @@ class PolicyRank:
         self.network = self.place(self.model)
         self.reference = None if reference is None else self.place(reference)
         self.parameters = dict(self.model.named_parameters())
+        self.exports = MappedWeights()
         self.start = VersionStart(places(self.network), steps_per_version, kept=algorithm.keeps_version_start)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, fused=True
@@ -248,11 +250,11 @@ class PolicyRank:
         return scores
 
     def export(self, path: str | Path, dtype: torch.dtype) -> int:
-        """Write all parameters as one safetensors file of `dtype`, whole or not at all; returns its bytes.
+        """Write all parameters as one safetensors file of `dtype`, see `MappedWeights.write`; returns its bytes.
 
         All ranks call this, and `save_model` and `save_state`, at once; the first one writes, the others return 0.
         """
-        return write_weights(self.written(path), self.parameters, dtype)
+        return self.exports.write(self.written(path), self.parameters, dtype, whole)
 
     def save_model(self, folder: str | Path) -> None:
         """Write a bfloat16 Hugging Face folder that transformers and vLLM load as it is."""

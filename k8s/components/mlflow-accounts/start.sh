@@ -3,12 +3,13 @@
 # memory, and not into an image or a config map.
 set -eu
 umask 077
+password=$(printf '%s' "$ADMIN_PASSWORD" | sed 's/%/%%/g')
 cat > "$MLFLOW_AUTH_CONFIG_PATH" <<EOF
 [mlflow]
 default_permission = READ
 database_uri = sqlite:////data/accounts.db
 admin_username = admin
-admin_password = $ADMIN_PASSWORD
+admin_password = $password
 authorization_function = mlflow.server.auth:authenticate_request_basic_auth
 EOF
 exec mlflow server --app-name basic-auth "$@"

@@ -1,0 +1,72 @@
+"""GPU hours, counted from pods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kuberay_rig import Rig
+
+from tidemill.errors import StoreError
+from tidemill.kuberay.budget import Meter, holding, load, meter_key, save
+
+GPU = "nvidia.com/gpu"
+BEGIN = 1_800_000_000.0  # 2027-01-15 08:00:00 UTC
+
+
+def pod(uid: str, gpus: int, phase: str = "Running", end: str | None = None) -> dict[str, Any]:
+    since = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2027-01-15T08:00:00Z"}
+    state = {"state": {"terminated": {"finishedAt": end}}} if end else {"state": {"running": {}}}
+    status = {"phase": phase, "conditions": [since], "containerStatuses": [state]}
+    container = {"resources": {"limits": {GPU: str(gpus)} if gpus else {}}}
+    return {"metadata": {"uid": uid}, "spec": {"containers": [container]}, "status": status}
+
+
+def unscheduled(uid: str, gpus: int) -> dict[str, Any]:
+    waits = pod(uid, gpus, "Pending")
+    waits["status"]["conditions"] = []
+    return waits
+
+
+def test_hours_are_gpus_times_time_since_the_node_was_given() -> None:
+    meter = Meter()
+    meter.see([pod("a", 8), pod("b", 1), pod("head", 0), unscheduled("c", 4)], GPU, BEGIN + 1800)
+    assert meter.hours == pytest.approx(4.5)  # nine GPUs for half an hour
+
+
+def test_a_pod_that_is_gone_or_has_ended_costs_nothing_more() -> None:
+    meter = Meter()
+    meter.see([pod("a", 1), pod("b", 1)], GPU, BEGIN + 3600)
+    meter.see([pod("b", 1, "Failed", "2027-01-15T08:30:00Z")], GPU, BEGIN + 7200)
+    assert meter.hours == pytest.approx(1.5)  # an hour of a, half an hour of b
+
+
+def test_nobody_watching_does_not_hide_the_hours_of_a_pod_that_lives_on() -> None:
+    meter = Meter()
+    meter.see([pod("a", 2)], GPU, BEGIN + 60)
+    meter.see([pod("a", 2)], GPU, BEGIN + 7200)
+    assert meter.hours == pytest.approx(4.0)
+
+
+def test_without_a_gpu_resource_nothing_is_counted() -> None:
+    meter = Meter()
+    meter.see([pod("a", 2)], None, BEGIN + 3600)
+    assert meter.hours == 0
+
+
+def test_what_pods_hold_now() -> None:
+    assert holding([pod("a", 2), pod("b", 1, "Succeeded", "2027-01-15T08:30:00Z"), unscheduled("c", 4)], GPU) == 2
+
+
+def test_the_count_survives_in_the_store(rig: Rig) -> None:
+    assert load(rig.store, rig.config.name).hours == 0
+    meter = Meter()
+    meter.see([pod("a", 2)], GPU, BEGIN + 3600)
+    save(meter, rig.store, rig.config.name)
+    assert load(rig.store, rig.config.name) == meter
+
+
+def test_a_broken_count_is_named(rig: Rig) -> None:
+    rig.store.put_bytes(meter_key(rig.config.name), b"[1]")
+    with pytest.raises(StoreError, match="not a count of GPU hours"):
+        load(rig.store, rig.config.name)

@@ -1,0 +1,93 @@
+"""What is given back, by whom, and who owns what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kuberay_rig import Rig
+
+from tidemill.errors import ClusterError, RunError
+from tidemill.kuberay.cluster import RAY_JOBS, WORKFLOWS
+from tidemill.kuberay.kinds import OwnerReference
+from tidemill.kuberay.owner import KFP_RUN, MLFLOW_RUN, WORKFLOW, Owner
+from tidemill.kuberay.release import release_pipeline, release_run
+
+
+def test_all_attempts_of_a_run_are_given_back(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.attempts.begin(2)
+    assert release_run(rig.cluster, rig.config.name, None, rig.clock)
+    assert rig.left() == []
+    assert release_run(rig.cluster, rig.config.name, None, rig.clock)  # again, with nothing left
+
+
+def test_other_runs_keep_what_they_have(rig: Rig) -> None:
+    rig.watcher().provision()
+    release_run(rig.cluster, "another", None, rig.clock)
+    assert rig.left() == [rig.job()]
+
+
+def test_a_pipeline_leaves_a_run_alone_that_another_has_taken_over(rig: Rig) -> None:
+    rig.owner = Owner(kfp_run="old")
+    rig.watcher().provision()
+    rig.owner = Owner(kfp_run="new")
+    rig.watcher().provision()
+    assert not release_run(rig.cluster, rig.config.name, "old", rig.clock)
+    assert rig.left() == [rig.job()]
+    assert release_run(rig.cluster, rig.config.name, "new", rig.clock)
+    assert rig.left() == []
+
+
+def test_a_pipeline_whose_settings_cannot_be_read_gives_back_what_is_its_own(rig: Rig) -> None:
+    rig.owner = Owner(kfp_run="mine")
+    rig.watcher().provision()
+    release_pipeline(rig.cluster, "theirs", rig.clock)
+    assert rig.left() == [rig.job()]
+    release_pipeline(rig.cluster, "mine", rig.clock)
+    assert rig.left() == []
+
+
+def test_what_does_not_go_away_is_named(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]
+    with pytest.raises(RunError, match=f"still there 300 s after it was deleted: rayjobs/{rig.job()}"):
+        release_run(rig.cluster, rig.config.name, None, rig.clock)
+
+
+def test_the_owner_is_read_from_the_environment_of_the_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ((WORKFLOW, "flow"), (KFP_RUN, "kfp-1"), (MLFLOW_RUN, "m-1")):
+        monkeypatch.setenv(name, value)
+    uid = rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})["metadata"]["uid"]
+    owner = Owner.of_this_step(rig.cluster)
+    assert owner == Owner("kfp-1", OwnerReference(name="flow", uid=uid), "m-1")
+    rig.owner = replace(owner)
+    rig.watcher().provision()
+    head = rig.operator.job(rig.job())["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert {"name": "MLFLOW_RUN_ID", "value": "m-1"} in head["env"]
+
+
+def test_outside_of_a_workflow_nothing_is_asked(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (WORKFLOW, KFP_RUN, MLFLOW_RUN):
+        monkeypatch.delenv(name, raising=False)
+    rig.cluster.missing = [WORKFLOWS]
+    assert Owner.of_this_step(rig.cluster) == Owner()
+    monkeypatch.setenv(WORKFLOW, "flow")
+    with pytest.raises(ClusterError, match="install Argo Workflows"):
+        Owner.of_this_step(rig.cluster)
+
+
+def test_a_run_that_is_being_deleted_is_waited_for_and_made_again(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]
+    rig.cluster.delete(RAY_JOBS, rig.job())
+    old = rig.operator.job(rig.job())["metadata"]["uid"]
+
+    def finalize() -> None:
+        del rig.operator.job(rig.job())["metadata"]["finalizers"]
+        rig.cluster.delete(RAY_JOBS, rig.job())
+
+    rig.clock.after(20, finalize)
+    assert rig.watcher().provision() == 1
+    assert rig.operator.job(rig.job())["metadata"]["uid"] != old

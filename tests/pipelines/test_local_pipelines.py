@@ -1,0 +1,151 @@
+"""Whole pipelines through the KFP local runner, with stand-ins for training and scoring: see `pipeline_rig`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pipeline_rig import Rig
+
+from tidemill.config import RunConfig
+from tidemill.observe.report import Summary
+from tidemill.run_file import load_config
+from tidemill.store.registry import champion_version, last_prompts, model_version
+from tidemill.store.tracking import make_client, tracking_uri
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig.make(tmp_path)
+
+
+def settings(rig: Rig) -> RunConfig:
+    return load_config(rig.folder / "run.yaml")
+
+
+def test_run_of_the_form_tries_again_registers_reports_and_links(rig: Rig) -> None:
+    done = rig.run("post_training", run_name="tiny-9", overrides="trainer.learning_rate=0.0008\n# a remark\nseed=7")
+    assert done.returncode == 0, done.stdout
+    assert rig.tries("tiny-9") == 2
+    final = Summary.from_json(rig.output("register", "Output"))
+    assert (final.held_out_after, final.model_version) == (0.8, "tiny/1")
+    page = rig.output("register", "page")
+    assert "<polyline" in page and "0.250 &rarr; 0.800" in page and "tiny-9" in page
+    assert json.loads(rig.output("register", "model"))["uri"] == final.model_uri
+    assert "# Run tiny-9" in rig.output("validate", "links")
+    assert not rig.store_is_up
+
+
+def test_run_without_a_name_is_called_after_the_kfp_run(rig: Rig) -> None:
+    done = rig.run("post_training")
+    assert done.returncode == 0, done.stdout
+    [folder] = [path.name for path in (rig.folder / "runs").iterdir() if path.name.startswith("tiny")]
+    assert re.fullmatch(r"tiny-\d{1,8}", folder)
+    assert Summary.from_json(rig.output("register", "Output")).model_version == "tiny/1"
+
+
+def test_failure_ends_the_run_and_teardown_runs_after_it(rig: Rig) -> None:
+    done = rig.run("post_training", run_name="tiny-13", overrides="seed=13")
+    assert done.returncode != 0
+    assert "the reward is broken" in done.stdout
+    assert "Task \x1b[96m'teardown'\x1b[0m finished with status \x1b[92mSUCCESS" in done.stdout
+    assert rig.tries("tiny-13") == 4
+    assert not rig.store_is_up
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    """A sweep of two variants that came to its end; the training of the second failed once."""
+    rig = Rig.make(tmp_path_factory.mktemp("sweep"))
+    lines = "trainer.learning_rate=0.0003\ntrainer.learning_rate=0.0009 seed=7"
+    done = rig.run("sweep", run_name="rates", variants=lines)
+    assert done.returncode == 0, done.stdout
+    return rig
+
+
+def test_sweep_trains_every_variant_and_registers_the_best_one(swept: Rig) -> None:
+    assert (swept.tries("rates-v1"), swept.tries("rates-v2")) == (1, 2)
+    assert Summary.from_json(swept.output("choose", "Output")).model_version == "tiny/1"
+    rows = [line for line in swept.output("choose", "report").splitlines() if line.startswith("| rates")]
+    assert [row.split()[1] for row in rows] == ["rates-v2", "rates-v1"]
+    version = model_version("models:/tiny/1", tracking_uri(settings(swept)))
+    assert version.source == "s3://tidemill/runs/rates-v2/model/3"
+    assert not swept.store_is_up
+
+
+def test_variants_stand_below_their_sweep_in_mlflow(swept: Rig) -> None:
+    client = make_client(tracking_uri(settings(swept)))
+    experiment = client.get_experiment_by_name("tidemill").experiment_id
+    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
+    assert set(runs) == {"rates", "rates-v1", "rates-v2"}
+    sweep = runs.pop("rates")
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {sweep.info.run_id}
+    assert sweep.data.tags["tidemill.best"] == "rates-v2"
+    assert sweep.data.metrics == {"held_out_score/rates-v1": 0.3, "held_out_score/rates-v2": 0.9}
+    assert sweep.info.status == "FINISHED"
+
+
+def test_failed_variant_fails_the_sweep_and_teardown_runs_after_it(rig: Rig) -> None:
+    done = rig.run("sweep", run_name="s", variants="seed=13\nseed=1")
+    assert done.returncode != 0
+    assert "the reward is broken" in done.stdout
+    assert not rig.store_is_up
+    assert champion_version(settings(rig)) is None
+
+
+def test_bad_variant_is_refused_before_any_is_trained(rig: Rig) -> None:
+    done = rig.run("sweep", run_name="s", variants="seed=1\ntrainer.stepz=3")
+    assert done.returncode != 0
+    assert "trainer.stepz = 3: allowed is one of the keys" in done.stdout
+    assert rig.tries("s-v1") == 0
+
+
+@pytest.fixture
+def fill(rig: Rig) -> Callable[[str], None]:
+    """Puts a file of prompts into the folder `prompts`."""
+
+    def write(name: str) -> None:
+        (rig.folder / "prompts").mkdir(exist_ok=True)
+        (rig.folder / f"prompts/{name}.jsonl").write_text('{"prompt": "w5 w6", "answer": "7"}\n')
+
+    return write
+
+
+def test_continual_training_begins_with_the_model_of_the_settings_then_goes_on_from_the_champion(
+    rig: Rig, fill: Callable[[str], None]
+) -> None:
+    fill("2026-11-01")
+    first = rig.run("continual", run_name="c1", prompts="prompts")
+    assert first.returncode == 0, first.stdout
+    config = settings(rig)
+    assert (champion_version(config), last_prompts(config)) == ("1", "2026-11-01.jsonl")
+    fill("2026-11-02")
+    fill("2026-11-03")
+    second = rig.run("continual", run_name="c2", prompts="prompts", overrides="trainer.learning_rate=0.0006")
+    assert second.returncode == 0, second.stdout
+    renewed = rig.output("renew", "settings")
+    assert "model: models:/tiny/1\n" in renewed
+    [source] = re.findall(r"train: (.+/inputs/.+)", renewed)
+    assert Path(source).read_text().count("\n") == 2 and source.endswith("2026-11-03.jsonl")
+    assert (champion_version(config), last_prompts(config)) == ("2", "2026-11-03.jsonl")
+
+
+def test_continual_training_without_new_prompts_or_progress_leaves_the_champion(
+    rig: Rig, fill: Callable[[str], None]
+) -> None:
+    fill("2026-11-01")
+    assert rig.run("continual", run_name="c1", prompts="prompts").returncode == 0
+    idle = rig.run("continual", run_name="c2", prompts="prompts")
+    assert idle.returncode == 0, idle.stdout
+    assert (rig.output("renew", "decision"), rig.tries("c2")) == ("wait", 0)
+    assert "Nothing new" in rig.output("renew", "links")
+    fill("2026-11-02")
+    worse = rig.run("continual", run_name="c3", prompts="prompts", overrides="trainer.learning_rate=0.0001")
+    assert worse.returncode == 0, worse.stdout
+    assert champion_version(settings(rig)) == "1"
+    assert last_prompts(settings(rig)) == "2026-11-02.jsonl"

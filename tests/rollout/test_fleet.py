@@ -1,0 +1,267 @@
+"""Engines that die, are replaced and catch up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fleet_rig import DEADLINE_S, Crew, FakeMember, until
+
+from tidemill.errors import EngineError, RunError, StoreError
+from tidemill.fakes import Fault
+from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.rollout import fleet as fleet_module
+from tidemill.rollout.elasticity import VERSIONS, Elasticity
+from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005)):
+        monkeypatch.setattr(fleet_module, name, seconds)
+
+
+async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_and_no_group_is_lost(
+    tmp_path: Path,
+) -> None:
+    crew = Crew(tmp_path, options={"trainer": {"steps": 8}})
+
+    async def die(step: int) -> None:
+        if step == 2:
+            await until(lambda: bool(crew.members[0]._running))
+            await crew.members[0].shutdown()
+        if step == 6:
+            await until(lambda: len(crew.fleet.members) == 2 and bool(crew.started[0].requests))
+
+    await crew.run(8, die)
+    [replacement] = crew.started
+    assert replacement.name == "engine 2"
+    assert [member.name for member in crew.fleet.members] == ["engine 1", "engine 2"]
+    assert replacement.adopted[0] >= 2 and replacement.adopted[-1] == 8
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
+    assert crew.rig.ledger.counts()["dropped/engine_lost"] > 0
+    assert crew.rig.ledger.counts()["quarantined"] == 0
+    assert crew.members[0].ended
+    assert any("engine 0 is lost and will be replaced" in notice for notice in crew.notices)
+
+
+async def test_when_the_last_engine_dies_the_trainer_waits_for_the_next_one(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, engines=1)
+
+    async def die(step: int) -> None:
+        if step == 2:
+            await crew.members[0].shutdown()
+
+    await crew.run(5, die)
+    assert [member.name for member in crew.fleet.members] == ["engine 1"]
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 5 * 4
+
+
+async def test_generation_goes_on_with_the_rest_while_the_next_engine_has_no_place(tmp_path: Path) -> None:
+    place = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=place))
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+        if step == 4:
+            assert [member.name for member in crew.fleet.members] == ["engine 1"]
+            place.set()
+            await until(lambda: len(crew.fleet.members) == 2)
+
+    await crew.run(5, die)
+    assert crew.started[0].adopted[0] == 4
+
+
+async def test_an_engine_that_never_finds_a_place_ends_the_run_only_if_it_is_the_last(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=never), start_timeout_s=0.05)
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: len(crew.started) >= 3)
+            assert all(member.ended for member in crew.started[:-1])
+        if step == 3:
+            await crew.members[1].shutdown()
+
+    with pytest.raises(RunError, match=r"found no place within 0\.05 s .*no other engine is left"):
+        await crew.run(5, die)
+
+
+async def test_engines_that_die_for_ever_end_the_run_with_their_error(tmp_path: Path) -> None:
+    broken = EngineError("vLLM could not start: no such kernel")
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, fails=broken))
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await asyncio.sleep(DEADLINE_S)
+
+    with pytest.raises(EngineError, match=r"3 engines in a row.*no such kernel") as caught:
+        await crew.run(5, die)
+    assert caught.value.__cause__ is broken
+    assert len(crew.started) == LOSSES
+    assert all(member.ended for member in crew.started)
+
+
+async def test_a_store_that_is_away_for_a_moment_costs_another_attempt(tmp_path: Path) -> None:
+    away = iter([StoreError("no answer")])
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, fails=next(away, None)))
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: len(crew.fleet.members) == 2)
+
+    await crew.run(3, die)
+    assert [member.name for member in crew.started] == ["engine 2", "engine 3"]
+
+
+async def test_an_engine_that_is_stuck_is_found_by_the_probe_and_ended(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+
+    async def hang(step: int) -> None:
+        if step == 1:
+            crew.members[0].hangs.set()
+            await until(lambda: [m.name for m in crew.fleet.members] == ["engine 1", "engine 2"])
+
+    await crew.run(3, hang)
+    assert crew.members[0].ended
+
+
+async def test_an_engine_that_is_lost_in_a_publication_is_replaced(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+
+    async def stuck(update: WeightUpdate, mode: PauseMode) -> None:
+        await asyncio.sleep(60)
+
+    async def hang(step: int) -> None:
+        if step == 1:
+            crew.members[0].update_weights = stuck  # type: ignore[method-assign]
+        if step == 2:
+            await until(lambda: [m.name for m in crew.fleet.members] == ["engine 1", "engine 2"])
+
+    await crew.run(3, hang)
+    assert crew.members[0].ended
+    assert crew.started[0].adopted[-1] == 3
+
+
+async def test_an_engine_that_only_the_rollouter_cannot_reach_is_replaced(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+
+    async def away(step: int) -> None:
+        if step == 1:
+            crew.rig.rollouter._engines._seats["engine 0"].lost = "its connection is lost"
+            await until(lambda: bool(crew.started) and len(crew.fleet.members) == 2)
+
+    await crew.run(3, away)
+    assert any("its connection is lost" in notice for notice in crew.notices)
+
+
+async def test_nothing_is_left_of_an_engine_that_starts_when_the_run_ends(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=never))
+
+    async def die(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: bool(crew.started))
+
+    await crew.run(3, die)
+    assert crew.started[0].ended
+
+
+def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
+    now = 0.0
+    loop = CrashLoop(lambda: now)
+    assert [loop.lost("a", finished) for finished in (7, 0, 0, 1, 0, 0, 0)] == [0, 1, 2, 0, 1, 2, LOSSES]
+    assert loop.lost("b", 0) == 1
+    now = LOSSES_WITHIN_S + 1
+    assert loop.lost("a", 0) == 1
+
+
+WAITING = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.5, "idle/rollouter": 0.0}
+AHEAD = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.0, "idle/rollouter": 0.9}
+
+
+async def test_an_engine_is_added_while_the_trainer_waits_and_retired_while_generation_does(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, engines=1, options={"trainer": {"steps": 8}}, elasticity=Elasticity(1, 2))
+
+    async def load(step: int) -> None:
+        if step == 2:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(WAITING)
+            await until(lambda: crew.rig.rollouter._admission.policy.max_concurrent > 16)
+            assert crew.started[0].adopted == [2]
+            assert crew.rig.rollouter._admission.policy.max_concurrent == 2 * 16
+            for _ in range(2 * VERSIONS):  # no more than the bound
+                crew.fleet.measured(WAITING)
+            assert len(crew.started) == 1
+        if step == 5:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(AHEAD)
+            await until(lambda: crew.started[0].ended)
+            assert [member.name for member in crew.fleet.members] == ["engine 0"]
+            assert crew.rig.rollouter._admission.policy.max_concurrent == 16
+
+    await crew.run(8, load)
+    assert crew.started[0].adopted[-1] == 5
+    assert crew.started[0].requests
+    assert crew.members[0].adopted[-1] == 8
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
+
+
+async def test_an_engine_that_is_retired_finishes_what_it_has_and_what_takes_too_long_is_issued_again(
+    tmp_path: Path,
+) -> None:
+    crew = Crew(tmp_path, engines=2, options={"trainer": {"steps": 6}}, elasticity=Elasticity(1, 2))
+    crew.members[1]._faults = {uid: Fault("hang") for uid in range(200)}
+
+    async def load(step: int) -> None:
+        if step == 1:
+            await until(lambda: bool(crew.members[1]._running))
+            for _ in range(VERSIONS):
+                crew.fleet.measured(AHEAD)
+
+    await crew.run(6, load)
+    assert crew.members[1].ended
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 6 * 4
+
+
+async def test_nothing_is_added_or_retired_while_an_engine_is_being_replaced(tmp_path: Path) -> None:
+    place = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=place), elasticity=Elasticity(1, 4))
+
+    async def load(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: bool(crew.started))
+            for metrics in (WAITING, AHEAD):
+                for _ in range(VERSIONS):
+                    crew.fleet.measured(metrics)
+            await asyncio.sleep(0.01)
+            assert (len(crew.started), len(crew.fleet.members)) == (1, 1)
+
+    await crew.run(3, load)
+
+
+async def test_growth_that_finds_no_room_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    crew = Crew(
+        tmp_path,
+        start=lambda number: FakeMember(number, pending=never),
+        start_timeout_s=0.02,
+        elasticity=Elasticity(2, 4),
+    )
+
+    async def load(step: int) -> None:
+        if step == 1:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(WAITING)
+            await until(lambda: any("found no place" in notice for notice in crew.notices))
+            assert crew.started[0].ended
+
+    await crew.run(3, load)
+    assert len(crew.started) == 1
