@@ -82,8 +82,8 @@ def cpu_settings(rollout: RolloutConfig, context: int) -> dict[str, Any]:
         # several seconds of start more, and slower for the messages between the two.
         **({} if rollout.tensor_parallel_size > 1 else {"distributed_executor_backend": SINGLE_PROCESS}),
         "block_size": CPU_BLOCK_SIZE,
-        # A prompt is computed whole or not yet: cutting it rewinds the generator of a seeded request by an offset, which
-        # those of the CPU do not have, and the engine dies of it.
+        # A prompt is computed whole or not yet: cutting it rewinds the generator of a seeded request by an offset that
+        # generators of the CPU do not have, and the engine dies of it.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_STEP_TOKENS, context),
         "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * GIB,
