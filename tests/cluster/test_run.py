@@ -87,8 +87,10 @@ def test_teardown_ends_a_run_whatever_it_does(bench: Bench) -> None:
 
 
 def test_a_used_up_budget_ends_the_run_with_a_checkpoint(bench: Bench) -> None:
-    bench.kubernetes, bench.trainer_steps = {"gpu_hours": 0.06}, 500  # two GPUs for 108 s, the start included
+    bench.trainer_steps = 500
     bench.provision()
+    bench.until(lambda: bench.status().get("jobStatus") == "RUNNING")
+    bench.kubernetes = {"gpu_hours": 0.001}  # only who watches has to know
     summary = bench.follow()
-    assert "the budget of 0.06 GPU hours is used up" in summary.missing["steps"]
-    assert 0 < summary.steps < 500
+    assert "the budget of 0.001 GPU hours is used up" in summary.missing["steps"]
+    assert summary.steps < 500
