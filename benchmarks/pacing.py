@@ -11,6 +11,9 @@ was thrown away. Age, waste and idle are explained at `Outcome`. Each of the oth
 is shown with the fastest one whose trained groups were all within the maximum age that ours is set to: drop-on-read
 holds it by force as ours does, verl and AReaL have no such limit, so that theirs is what the simulation observes.
 
+The clairvoyant is no rule that could be built: it knows how long each prompt will take before it starts, and begins
+the long ones early in a version. What it reaches at the same maximum age is what scheduling alone can reach.
+
     python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--versions 40] [--seeds 2] [--json rows.json]
 """
 
@@ -27,7 +30,7 @@ from pathlib import Path
 
 from results.row import Row, write_rows
 from simulation.clock import VirtualLoop, now
-from simulation.others import Other, Rule, areal, drop_on_read, verl
+from simulation.others import Clairvoyant, Other, Rule, areal, drop_on_read, paced, verl
 from simulation.ours import Ours
 from simulation.world import Scenario, World
 
@@ -135,8 +138,10 @@ def best(scenario: Scenario, seeds: int, rules: Sequence[Rule], max_age: int) ->
 def measure(scenario: Scenario, seeds: int, max_age: int) -> dict[str, Outcome]:
     """Every rule at one maximum age."""
     ours = run(scenario, seeds, partial(Ours, max_staleness=max_age), f"max_staleness {max_age}")
+    rule = paced(scenario, max_age)
+    clairvoyant = run(scenario, seeds, partial(Clairvoyant, rule=rule, max_age=max_age), rule.setting)
     others = {name: best(scenario, seeds, rules, max_age) for name, rules in grids(scenario, max_age).items()}
-    return {"ours": ours, **others}
+    return {"ours": ours, "clairvoyant": clairvoyant, **others}
 
 
 def rows(case: str, outcomes: dict[str, Outcome]) -> Iterator[Row]:

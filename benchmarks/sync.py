@@ -89,7 +89,7 @@ class Ways:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.version = 0
+        self.version, self.loop = 0, asyncio.new_event_loop()
         self.exports, self.adopted = MappedWeights(), MappedWeights()
         self.outdated: WeightUpdate | None = None
         self.outbox = MemoryOutbox(self.folder / "outbox", self.export)
@@ -111,9 +111,9 @@ class Ways:
         return {
             COPY: self.copy,
             RAY: self.ray,
-            OURS[0]: lambda: asyncio.run(self.shared_memory()),
-            OURS[1]: lambda: asyncio.run(self.object_store(OURS[1])),
-            OURS[2]: lambda: asyncio.run(self.object_store(OURS[2])),
+            OURS[0]: lambda: self.loop.run_until_complete(self.shared_memory()),
+            OURS[1]: lambda: self.loop.run_until_complete(self.object_store(OURS[1])),
+            OURS[2]: lambda: self.loop.run_until_complete(self.object_store(OURS[2])),
         }
 
     def copy(self) -> None:
@@ -130,7 +130,7 @@ class Ways:
             self.weights.load(name, tensor)
 
     async def shared_memory(self) -> None:
-        """A file in memory, mapped."""
+        """One of two files in memory, which stay mapped on both sides."""
         self.version += 1
         update = (await self.outbox.write(self.version)).update
         self.adopt(update)
@@ -158,21 +158,25 @@ class Ways:
         for receiver in self.receivers.values():
             receiver.close()
         self.outbox.close()
+        self.loop.close()
 
 
 def measure(megabytes: int, repeats: int, store: ObjectStore) -> list[Row]:
-    """Seconds of every way, alternating; the first pass warms up, and is where the delta has no base yet."""
+    """Seconds of every way, alternating. The first two passes warm up.
+
+    They make the files that later ones use again, and in the first the delta has no base yet.
+    """
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="tidemill-bench-") as folder:
         ways = Ways(Weights(megabytes), store, Path(folder))
-        for number in range(repeats + 1):
+        for number in range(repeats + 2):
             ways.weights.move()
             for way, run in ways.all().items():
                 start = time.perf_counter()
                 run()
                 elapsed = time.perf_counter() - start
                 ways.weights.check(way)
-                if number:
+                if number > 1:
                     seconds.setdefault(way, []).append(1000 * elapsed)
         ways.close()
     medians = {way: statistics.median(values) for way, values in seconds.items()}

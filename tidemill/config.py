@@ -252,6 +252,13 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
         if value is not None and config.data.held_out is None:
             allowed = f"{0 if key == 'evaluation.every' else 'null'} without data.held_out"
             yield ConfigError(key, value, allowed, "Name a held-out file.")
+    mode, every, engines = config.evaluation.mode, config.evaluation.every, config.rollout.engines
+    if mode != "blocking" and every == 0:
+        allowed = "blocking with evaluation.every = 0, which scores nothing during training"
+        yield ConfigError("evaluation.mode", mode, allowed, "Set evaluation.every, or leave the mode out.")
+    if mode == "spare" and engines == 1:
+        allowed = "blocking or concurrent with rollout.engines = 1: no engine can be spared"
+        yield ConfigError("evaluation.mode", mode, allowed, "Raise rollout.engines, or take concurrent.")
     if config.registry.alias == "champion":
         fix = "That alias goes to a version that scores no less than the one which has it. Leave this out."
         yield ConfigError("registry.alias", "champion", "another name than champion", fix)

@@ -3,7 +3,7 @@
     lease ─► training (main thread, output to log.txt) ─► score of the exported model ─► results
                 │                                                                          │
                 └─► events.jsonl, log.txt ─► journals (threads) ─► runs/NAME/attempts/N/ ◄─┘ ─► the watcher
-    stop.json, SIGTERM ─► Stop ─► checkpoint and model after the step under way
+    stop.json, SIGTERM ─► Stop ─► checkpoint and model, or in a hurry the checkpoint alone, after the step under way
 
 Settings come in TIDEMILL_CONFIG as YAML, the number of the attempt in TIDEMILL_ATTEMPT. What outlives the pod is in the
 store; the pods keep no more than a run needs while it goes on, below TIDEMILL_SCRATCH.
@@ -124,7 +124,7 @@ class Job:
         """
         with stopped_by_signal(self.stop), stopped_by_request(store, self.attempt, self.stop, self.poll_s):
             summary = self.train(self.config, self.stop, claim)
-            if self.stop.reason == TERMINATED:
+            if self.stop.hurry:
                 raise RunError(f"{TERMINATED}; {summary.checkpoint_uri} holds what was trained, {summary.steps} steps")
             store.put_bytes(self.attempt.summary, summary.to_json().encode())
             evaluation = self.evaluate(summary)
@@ -165,7 +165,7 @@ def stopped_by_signal(stop: Stop) -> Iterator[None]:
     """Within the body SIGTERM asks for a stop."""
 
     def ask(number: int, frame: FrameType | None) -> None:
-        stop.ask(TERMINATED)
+        stop.ask(TERMINATED, hurry=True)
 
     before = signal.signal(signal.SIGTERM, ask)
     try:

@@ -30,6 +30,7 @@ class Sampling:
         temperature: 0 is greedy.
         seed: makes the samples reproducible on an otherwise idle engine; None draws from the engine's state.
         stop: strings that end a sample.
+        priority: requests of a lower one are served first where an engine has no room for all.
     """
 
     n: int
@@ -37,6 +38,7 @@ class Sampling:
     temperature: float
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +223,12 @@ class Generation(Protocol):
         """JSON value from which `Ledger.restore` goes on after a restart."""
         ...
 
-    async def evaluate(self, version: int) -> Evaluation:
-        """Score the held-out prompts with the engines' present weights."""
+    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
+        """Score the held-out prompts with the engines' present weights, or with those of one engine that is set aside.
+
+        Raises:
+            EngineLostError: that engine is lost.
+        """
         ...
 
     async def loads(self) -> Loads:

@@ -31,6 +31,7 @@ from tidemill.observe.memory import MemoryMeter
 from tidemill.observe.observer import RunObserver
 from tidemill.observe.report import Sample, Summary
 from tidemill.protocols import Evaluation
+from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.fleet import Fleet
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.lease import Claim, Fence
@@ -171,7 +172,10 @@ class Run:
             generation,
             publisher,
             observer.notice,
+            elasticity=elasticity(config),
+            group_timeout_s=config.rollout.group_timeout_s,
         )
+        observer.listeners.append(fleet.measured)
         return Parts(fleet, ranks, queue, generation, publisher)
 
     async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:
@@ -221,8 +225,10 @@ class Run:
             first = group.exceptions[0]
             raise first from first.__cause__  # where a remote traceback stands
 
-    async def finish(self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None) -> str:
-        """Commit the last version and export the model; returns the model's URI."""
+    async def finish(
+        self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None
+    ) -> str | None:
+        """Commit the last version and, unless there is a hurry, export the model; returns the model's URI."""
         observer.phase("commit the checkpoint and export the model")
         assert trainer.commit is not None
         await trainer.commit(trainer.position)
@@ -241,7 +247,7 @@ class Run:
         trainer: Trainer,
         observer: RunObserver,
         before: Evaluation | None,
-        model_uri: str,
+        model_uri: str | None,
         memory: MemoryMeter,
         total_seconds: float,
     ) -> Summary:
@@ -271,6 +277,12 @@ class Run:
             metrics=metrics,
             stopped=self.stop.reason if position.step < self.config.trainer.steps else None,
         )
+
+
+def elasticity(config: RunConfig) -> Elasticity | None:
+    """What moves the number of engines, where `kubernetes.max_engines` lets it."""
+    smallest, largest = config.rollout.engines, config.kubernetes.max_engines
+    return Elasticity(smallest, largest) if largest is not None and largest > smallest else None
 
 
 def make_outbox(config: RunConfig, ranks: RemoteRanks, store: ObjectStore, claim: Claim | None) -> Outbox:

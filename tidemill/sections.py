@@ -31,7 +31,8 @@ class DataConfig(Section):
 
     train: str
     """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file, or `s3://BUCKET/KEY` at
-    `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two take options of their own:
+    `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two take options, of
+    `datasets.load_dataset` and of `reasoning_gym.create_dataset`: `hf://openai/gsm8k:train?name=main`,
     `reasoning_gym://TASK?seed=2&size=50`."""
     held_out: str | None = None
     """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
@@ -49,9 +50,6 @@ class DataConfig(Section):
     """Draw a new order of the rows every epoch, from `seed`."""
     epochs: Positive | None = None
     """Passes over the data; null repeats them until `trainer.steps` is reached."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of `reasoning_gym.create_dataset`, such as `size` and `seed`, or of `datasets.load_dataset`,
-    such as `name`; for both sources, where their own options do not say otherwise."""
 
 
 class RewardConfig(Section):
@@ -95,7 +93,8 @@ class RolloutConfig(Section):
     threads: Positive | None = None
     """OpenMP threads of an engine on the CPU; null takes all cores."""
     start_timeout_s: Seconds = 600.0
-    """An engine that is not ready by then fails the run."""
+    """An engine that is not ready by then fails the run at its start. In place of one that died, it is tried again
+    while others are at work, and fails the run where none is left."""
     group_timeout_s: Seconds = 600.0
     """A group that takes longer is cancelled and its prompt issued again."""
     max_attempts: Positive = 3
@@ -205,7 +204,8 @@ class SyncConfig(Section):
     full_every: Positive = 10
     """`object_store`: a full snapshot every so many versions, deltas in between; 1 sends everything every time."""
     timeout_s: Seconds = 300.0
-    """A publication that takes longer fails the run; `asynchrony.pause_mode: wait` adds `rollout.group_timeout_s`."""
+    """An engine that takes longer to adopt a version is replaced, and a trainer that takes longer to publish it fails
+    the run; `asynchrony.pause_mode: wait` adds `rollout.group_timeout_s`."""
     keep_prefix_cache: bool = False
     """Let a prompt go on from KV that older weights computed, which saves its prefill after a sync. New tokens, also
     those of held-out answers, are then sampled by a mixture of versions that no version of the trainer computes."""
@@ -220,6 +220,10 @@ class EvaluationConfig(Section):
 
     every: Count = 0
     """Policy versions between two evaluations during training; 0 leaves only the ones before and after."""
+    mode: Literal["blocking", "concurrent", "spare"] = "blocking"
+    """`blocking` has the trainer wait for the score; `concurrent` answers held-out prompts, before rollouts, while
+    training goes on, and only the next weight sync waits; `spare` sets one of several engines aside for it, which keeps
+    its version meanwhile and catches up afterwards, so that nothing waits."""
     max_prompts: Positive | None = None
     """Prompts per evaluation; null takes all of `data.held_out`."""
 

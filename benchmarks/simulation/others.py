@@ -1,12 +1,14 @@
-"""The others: their published rules, and a rollouter that follows a rule."""
+"""The others: their published rules, a rollouter that follows a rule, and one that knows what none can know."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from simulation.clock import now
 from simulation.world import Scenario, Taken, World
 
 
@@ -17,7 +19,7 @@ class Counts:
     Attributes:
         running: groups being generated.
         queued: finished and not taken.
-        finished: since the start.
+        finished: since the start, without those that were dropped.
         since_sync: started since the last sync, and running or queued at it.
     """
 
@@ -78,12 +80,18 @@ class Other:
 
     def admit(self) -> None:
         while self.rule.capacity(self.counts) >= 1:
-            uid = self.again.pop(0) if self.again else next(self.uids)
+            uid = self.choose()
+            if uid is None:
+                return
             self.counts.running += 1
             self.counts.since_sync += 1
             task = asyncio.create_task(self.fly(uid))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
+
+    def choose(self) -> int | None:
+        """What to start next; None leaves the slot empty until something changes."""
+        return self.again.pop(0) if self.again else next(self.uids)
 
     async def fly(self, uid: int) -> None:
         version = self.world.version
@@ -106,7 +114,7 @@ class Other:
             self.arrived.clear()
             await self.arrived.wait()
         if self.rule.oldest_first:
-            self.queue.sort(key=lambda group: group.uid)  # uids are given out in order
+            self.queue.sort(key=lambda group: (group.oldest_version, group.uid))
         batch, self.queue = self.queue[:count], self.queue[count:]
         self.changed()
         return batch
@@ -115,6 +123,7 @@ class Other:
         old = [group for group in self.queue if self.world.version - group.oldest_version > self.rule.drops_older_than]
         if old:
             self.world.discard(group.uid for group in old)
+            self.counts.finished -= len(old)
             self.again += [group.uid for group in old]
             self.queue = [group for group in self.queue if group not in old]
             self.changed()
@@ -131,3 +140,36 @@ class Other:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def paced(scenario: Scenario, max_age: int) -> Rule:
+    """Our pace on the aggregate, without the hard bound on single groups, which a clairvoyant never meets."""
+    return replace(areal(scenario, max_age), setting="knows every time", drops_older_than=max_age)
+
+
+class Clairvoyant(Other):
+    """Knows how long each prompt will take, and starts the longest of those at hand that can still be trained.
+
+    At hand are the prompts of the next version, in any order. A group is in time if it ends before the last batch of
+    the last version that may train it, as far as versions last as long as they do at the bound.
+    """
+
+    def __init__(self, world: World, rule: Rule, max_age: int) -> None:
+        self.max_age, self.began = max_age, now()
+        super().__init__(world, rule)
+
+    def choose(self) -> int | None:
+        scenario = self.world.scenario
+        self.again += itertools.islice(self.uids, max(0, scenario.per_version - len(self.again)))
+        version_s = max(scenario.generate_s, scenario.step_s * scenario.trigger)
+        left_s = self.began + (self.max_age + 1) * version_s - scenario.step_s - now()
+        fitting = [uid for uid in self.again if self.world.seconds[uid] <= left_s]
+        if not fitting:
+            return None
+        uid = max(fitting, key=lambda uid: self.world.seconds[uid])
+        self.again.remove(uid)
+        return uid
+
+    async def begin_version(self, version: int) -> None:
+        self.began = now()
+        await super().begin_version(version)

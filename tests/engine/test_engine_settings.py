@@ -39,6 +39,14 @@ def test_the_width_is_what_is_in_flight_and_bounded(model: str) -> None:
     assert engine_settings(model, wide, 8, "cpu")["max_num_seqs"] == 128
 
 
+@pytest.mark.parametrize(("response", "step"), [(8, 512), (600, 608)])
+def test_prompts_are_not_cut_on_the_cpu_and_the_longest_fits_a_step(tmp_path: Path, response: int, step: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 1000}))
+    settings = engine_settings(str(tmp_path), RolloutConfig(max_new_tokens=response), 7, "cpu")
+    assert (settings["enable_chunked_prefill"], settings["max_num_batched_tokens"]) == (False, step)
+    assert settings["max_model_len"] <= step
+
+
 def test_log_probs_are_of_the_tempered_distribution(model: str) -> None:
     assert engine_settings(model, RolloutConfig(max_new_tokens=8), 8, "cuda")["logprobs_mode"] == "processed_logprobs"
 

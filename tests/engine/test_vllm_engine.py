@@ -187,6 +187,17 @@ async def test_two_updates_later_it_is_a_fresh_engine_with_those_weights(
     np.testing.assert_allclose(scores, fresh.scores, atol=1e-5)
 
 
+async def test_seeded_groups_that_do_not_fit_into_one_step_are_repeatable(engine: VllmEngine) -> None:
+    """Twenty prompts of forty tokens, more than the tokens of a step; what is sampled depends on the seed alone."""
+
+    async def group(uid: int) -> list[list[int]]:
+        sampling = Sampling(n=2, max_tokens=4, temperature=1.0, seed=uid)
+        return [s.token_ids.tolist() for s in await engine.generate(f"{uid}-{id(sampling)}", PROMPT + uid, sampling)]
+
+    at_once = await asyncio.gather(*(group(uid) for uid in range(20)))
+    assert await group(7) == at_once[7]
+
+
 @pytest.mark.parametrize("kept", [False, True])
 async def test_prompts_meet_kv_of_older_weights_only_where_asked(tmp_path: Path, kept: bool) -> None:
     """The first block of the prompt is in the cache; what is sampled after it tells whose it is."""

@@ -36,7 +36,7 @@ from tidemill.store.server import embedded_store
 from tidemill.store.tracking import make_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-STEPS, TIMEOUT_S = 4, 300
+STEPS, TIMEOUT_S = 4, 500
 TRAINERS = {"tidemill_trainer": 1, "tidemill_service": 1000}
 NODES = {"trainer-0": TRAINERS, "trainer-1": TRAINERS, "rollout": {"tidemill_rollout": 1}}
 
@@ -68,8 +68,17 @@ def process(command: list[str], environment: dict[str, str], log: Path) -> Itera
             started.wait(20)
 
 
+AGENT_PORTS = (
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "metrics-export-port",
+    "runtime-env-agent-port",
+)
+
+
 def ray_start(*options: str) -> list[str]:
-    ports = ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
+    """With ports of our own: a node that waits until its agents say theirs gives up on a busy machine."""
+    ports = ["--min-worker-port=0", "--max-worker-port=0", *(f"--{name}={free_port()}" for name in AGENT_PORTS)]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
     return [*ray, "--disable-usage-stats", *ports, *options]
 
@@ -103,13 +112,21 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     with ExitStack() as stack:
         head = ray_start("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
         stack.enter_context(process(head, environment, folder / "head.log"))
-        wait_for_port(port)
+        wait_for_node(folder / "head.log")
         nodes = {}
         for name, resources in NODES.items():
             join = ray_start(f"--address=127.0.0.1:{port}", "--num-cpus=1", f"--resources={json.dumps(resources)}")
             command = ["unshare", "--mount", "sh", "-c", mount, "sh", *join]
             nodes[name] = stack.enter_context(process(command, environment, folder / f"{name}.log"))
+            wait_for_node(folder / f"{name}.log")  # one after the other: Ray gives each 30 s
         yield Cluster(environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}, scratch, nodes)
+
+
+def wait_for_node(log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while "Ray runtime started" not in (text := log.read_text()):
+        assert time.monotonic() < deadline and "Exception" not in text, text
+        time.sleep(0.2)
 
 
 def wait_for_port(port: int) -> None:
@@ -147,7 +164,7 @@ def settings(folder: Path, store: ObjectStore, mlflow: str) -> dict[str, Any]:
         "store": {"endpoint": store.endpoint},
         "tracking": {"uri": mlflow},
         "cluster": {"provider": "kuberay"},
-        "kubernetes": {"gpu_resource": None, "start_timeout_s": 120},
+        "kubernetes": {"gpu_resource": None, "start_timeout_s": 200},
     }
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,12 @@ from tiny_model import make_tiny_model
 from tidemill.config import RunConfig
 from tidemill.observe.events import read_events
 from tidemill.observe.report import Sample, Summary
+from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import load_config
-from tidemill.steps import evaluate, provision, register, teardown
+from tidemill.steps import evaluate, excerpt, provision, register, teardown, track_evaluation
 from tidemill.store.locate import Locator
 from tidemill.store.server import open_store, store_folder
-from tidemill.store.tracking import Tracker, make_client, tracking_uri
+from tidemill.store.tracking import Tracker, history, make_client, tracking_uri
 from tidemill.store.weed import find_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -84,6 +88,31 @@ def test_better_model_becomes_a_version_and_the_report_says_so(trained: RunConfi
     assert (model.metadata["uri"], model.metadata["version"]) == (final.model_uri, "addition/1")
 
 
+def test_page_draws_what_mlflow_has_of_the_run(trained: RunConfig, tmp_path: Path) -> None:
+    before = summary(trained, 0.25)
+    tracker = Tracker.start(trained, before.mlflow_run_id)
+    for step, reward in ((1, 0.1), (2, 0.4), (2, 0.5)):  # a restart repeats step 2
+        tracker.log(step, {"reward/mean": reward})
+        time.sleep(0.01)
+    tracker.finish("FINISHED")
+    assert history(trained, str(before.mlflow_run_id), "reward/mean") == [(1, 0.1), (2, 0.5)]
+    registered(trained, before, evaluation(0.75), tmp_path)
+    [line] = re.findall(r'points="(.*?)"', (tmp_path / "report.html").read_text())
+    assert len(line.split()) == 2
+
+
+def test_curve_of_a_server_that_is_away_is_empty(trained: RunConfig) -> None:
+    away = trained.model_copy(update={"tracking": trained.tracking.model_copy(update={"uri": "http://127.0.0.1:1"})})
+    assert history(away, "run", "reward/mean") == []
+
+
+def test_what_evaluation_passes_on_is_small(trained: RunConfig) -> None:
+    answers = tuple(Answer(f"w{n}", "w7" * 1000, "7", 1.0) for n in range(100))
+    asked = replace(summary(trained, 0.25), samples=(Sample("w5", None, None, None),))
+    kept = excerpt(Evaluation(0, 0.5, answers, {}), asked)
+    assert ([answer.prompt for answer in kept.answers], kept.score) == (["w5"], 0.5)
+
+
 def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig, tmp_path: Path) -> None:
     final, model = registered(trained, summary(trained, 0.25), evaluation(0.75), tmp_path)
     pointer = json.loads(Path(model.path).read_text())
@@ -94,6 +123,9 @@ def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig,
 
 def test_mlflow_run_gets_the_final_score_the_answers_and_the_report(trained: RunConfig, tmp_path: Path) -> None:
     before = summary(trained, 0.25)
+    scored = evaluation_from_json(evaluation(0.75))
+    assert scored is not None
+    track_evaluation(trained, before, scored)
     registered(trained, before, evaluation(0.75), tmp_path)
     client, run_id = make_client(tracking_uri(trained)), before.mlflow_run_id
     run = client.get_run(run_id)

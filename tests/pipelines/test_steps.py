@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tidemill_components.choose import choose
+from tidemill_components.conclude import conclude
 from tidemill_components.evaluate import evaluate
 from tidemill_components.provision import provision
 from tidemill_components.register import register
+from tidemill_components.remember import remember
+from tidemill_components.renew import renew
+from tidemill_components.spread import spread
 from tidemill_components.teardown import teardown
 from tidemill_components.train import train
 from tidemill_components.validate import validate
@@ -18,6 +24,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
 from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
+from tidemill.observe.report import Summary
 from tidemill.preflight import check_model, check_room, rooms
 from tidemill.run_file import parse_config
 from tidemill.sections import SyncConfig
@@ -26,6 +33,14 @@ from tidemill.store.checkpoint import open_checkpoints
 
 BAD = "name: probe"
 ASKED = ("", "", "", "", 0, 0, "", 0.0)  # what a form leaves open
+
+
+SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None).to_json()
+
+
+def outcome(config: str) -> str:
+    """What `conclude` returns."""
+    return json.dumps({"config": config, "summary": SUMMARY})
 
 
 class Artifact:
@@ -51,6 +66,11 @@ def validated(config: str) -> str:
         lambda: train.python_func(BAD, "{}", Artifact()),
         lambda: evaluate.python_func(BAD, "{}", Artifact()),
         lambda: register.python_func(BAD, "{}", "null", Artifact(), Artifact(), Artifact()),
+        lambda: spread.python_func(BAD, *ASKED, "seed=1", Artifact()),
+        lambda: conclude.python_func(BAD, "{}", "null", Artifact()),
+        lambda: choose.python_func(BAD, "", "", "", [outcome(BAD)], Artifact(), Artifact(), Artifact()),
+        lambda: renew.python_func(BAD, *ASKED, "s3://tidemill/prompts/", Artifact()),
+        lambda: remember.python_func(BAD, SUMMARY),
     ],
 )
 def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]) -> None:

@@ -17,7 +17,7 @@ import yaml
 from tiny_model import make_tiny_model
 
 from tidemill.config import RunConfig
-from tidemill.observe.events import EvaluationFinished, StepFinished, read_events
+from tidemill.observe.events import EvaluationFinished, Notice, StepFinished, read_events
 from tidemill.observe.report import Summary
 from tidemill.run_file import load_config
 from tidemill.store.checkpoint import open_checkpoints
@@ -81,8 +81,8 @@ def tidemill(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def kill_in_training(process: subprocess.Popen[str], events: Path, step: int) -> int:
-    """End every process of a run at once, as a machine that fails does; returns the last step that was seen."""
+def wait_for_step(process: subprocess.Popen[str], events: Path, step: int) -> int:
+    """Wait until a run has done a step; returns the last one that was seen."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         done = [event.step for event in read_events(events) if isinstance(event, StepFinished)]
@@ -90,6 +90,12 @@ def kill_in_training(process: subprocess.Popen[str], events: Path, step: int) ->
             break
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.02)
+    return done[-1]
+
+
+def kill_in_training(process: subprocess.Popen[str], events: Path, step: int) -> int:
+    """End every process of a run at once, as a machine that fails does; returns the last step that was seen."""
+    done = wait_for_step(process, events, step)
     root = psutil.Process(process.pid)
     family = [root, *root.children(recursive=True)]
     for member in family:
@@ -98,7 +104,16 @@ def kill_in_training(process: subprocess.Popen[str], events: Path, step: int) ->
         member.kill()
     psutil.wait_procs(family, timeout=30)
     process.communicate(timeout=30)
-    return done[-1]
+    return done
+
+
+def kill_engine(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """End the process of the engine, and that alone; returns what was below it."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    [engine] = [member for member in family if member.is_running() and "ray::EngineActor" in " ".join(member.cmdline())]
+    below = engine.children(recursive=True)
+    engine.kill()
+    return below
 
 
 def processes_in(folder: Path) -> list[str]:
@@ -194,3 +209,24 @@ def test_screen_shows_steps_scores_and_what_to_do_next(resumed: Resumed) -> None
 
 def test_no_process_is_left(resumed: Resumed) -> None:
     assert resumed.left_over == []
+
+
+def test_run_outlives_its_engine(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
+    with tidemill(tmp_path, "train", "tiny.yaml") as run:
+        [events] = [tmp_path / "runs/tiny/events.jsonl"]
+        killed_at = wait_for_step(run, events, 4)
+        below = kill_engine(run)
+        _, left = psutil.wait_procs(below, timeout=60)  # it must not keep a GPU from the next one
+        output = run.communicate(timeout=TIMEOUT_S)[0]
+    assert run.returncode == 0, output
+    assert left == []
+    steps = [event for event in read_events(events) if isinstance(event, StepFinished)]
+    assert [event.step for event in steps] == list(range(1, STEPS + 1))
+    ledger = {name: value for name, value in steps[-1].metrics.items() if name.startswith("ledger/")}
+    assert ledger["ledger/trained"] == STEPS * BATCH
+    assert ledger["ledger/dropped/engine_lost"] > 0
+    assert sum(event.metrics.get("rollout/engines_joined", 0) for event in steps if event.step > killed_at) == 1
+    notices = [event.text for event in read_events(events) if isinstance(event, Notice)]
+    assert any(text.startswith("engine 0 is lost and will be replaced") for text in notices)
+    assert any(text.startswith("engine 1 has joined with the newest version") for text in notices)

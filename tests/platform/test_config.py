@@ -284,3 +284,10 @@ def test_a_fleet_cannot_shrink_below_its_engines_or_grow_under_kueue() -> None:
 
 def test_settings_of_a_cluster_that_nobody_asked_for_are_refused() -> None:
     assert refusal("kubernetes.namespace=team").key == "kubernetes"
+
+
+def test_an_evaluation_mode_that_cannot_work_is_refused() -> None:
+    held_out = "data.held_out=held.jsonl"
+    assert refusal(held_out, "evaluation.mode=concurrent").key == "evaluation.mode"
+    spare = refusal(held_out, "evaluation.mode=spare", "evaluation.every=2")
+    assert "rollout.engines = 1" in str(spare)

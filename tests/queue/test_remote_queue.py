@@ -89,6 +89,25 @@ async def test_puts_without_room_wait_in_the_order_in_which_they_came() -> None:
     assert order == list(range(8))
 
 
+async def test_a_put_that_found_no_room_is_not_overtaken_by_the_next_offer() -> None:
+    queue = await start(2)
+    actor, offer, later = queue.actor.actor, queue.actor.actor.offer, []
+
+    async def offer_and_make_room(batches: Any) -> Any:
+        answers = await offer(batches)
+        if not later:
+            later.extend(asyncio.create_task(queue.put([group(uid)], SOON)) for uid in (4, 5))
+            await asyncio.sleep(0)
+            await actor.lease(2, 0, SOON)
+        return answers
+
+    actor.offer = offer_and_make_room
+    puts = [asyncio.create_task(queue.put([group(uid)], SOON)) for uid in range(4)]
+    await asyncio.gather(*puts)
+    assert uids((await queue.lease(2, 0, SOON)).deliveries) == [2, 3]
+    await asyncio.gather(*later)
+
+
 async def test_an_error_of_the_call_reaches_every_put_of_it() -> None:
     queue = await start(4)
 

@@ -3,131 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from rollout_rig import Rig, run_config
+from fleet_rig import DEADLINE_S, Crew, FakeMember, until
 
 from tidemill.errors import EngineError, RunError, StoreError
-from tidemill.fakes import FakeEngine
+from tidemill.fakes import Fault
 from tidemill.protocols import PauseMode, WeightUpdate
-from tidemill.records import Float32Array, Int32Array
 from tidemill.rollout import fleet as fleet_module
+from tidemill.rollout.elasticity import VERSIONS, Elasticity
 from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop
-from tidemill.rollout.fleet import Fleet
-from tidemill.sections import SyncConfig
-from tidemill.sync.outbox import MemoryOutbox
-from tidemill.sync.synchronizer import Synchronizer
-
-CANARY = np.arange(6, dtype=np.int32)
-DEADLINE_S = 10.0
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005)):
         monkeypatch.setattr(fleet_module, name, seconds)
-
-
-class FakeMember(FakeEngine):
-    """A member without a process.
-
-    Args:
-        fails: what `start` raises.
-        pending: it finds no place before this.
-    """
-
-    def __init__(self, number: int, fails: Exception | None = None, pending: asyncio.Event | None = None) -> None:
-        super().__init__(token_delay_s=0.001)
-        self.name, self.fails, self.pending = f"engine {number}", fails, pending
-        self.hangs = asyncio.Event()
-        self.ended = False
-        self.adopted: list[int] = []
-
-    async def start(self) -> None:
-        if self.pending is not None:
-            await self.pending.wait()
-        if self.fails is not None:
-            raise self.fails
-
-    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        await super().update_weights(update, mode)
-        self.adopted.append(update.version)
-
-    async def version(self) -> int:
-        if self.hangs.is_set():
-            await asyncio.sleep(60)
-        return await super().version()
-
-    async def end(self) -> None:
-        await self.shutdown()
-        self.kill()
-
-    def kill(self) -> None:
-        self.ended = True
-
-
-async def uniform(tokens: Int32Array) -> Float32Array:
-    return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
-
-
-async def export(path: Path) -> int:
-    return path.write_bytes(b"weights")
-
-
-@dataclass
-class Crew:
-    """A rollouter, a trainer that counts, and a fleet of fakes."""
-
-    folder: Path
-    engines: int = 2
-    start: Callable[[int], FakeMember] = FakeMember
-    options: dict[str, Any] = field(default_factory=dict)
-    start_timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        self.members = [FakeMember(number) for number in range(self.engines)]
-        self.started: list[FakeMember] = []
-        self.notices: list[str] = []
-        self.rig = Rig(run_config(**self.options), rows=200, engines=list(self.members))
-        outbox = MemoryOutbox(self.folder / "shm", export)
-        self.synchronizer = Synchronizer(self.members, SyncConfig(timeout_s=0.5), outbox, uniform, CANARY)
-        self.fleet = Fleet(
-            self.members, self.begin, self.start_timeout_s, self.rig.rollouter, self.synchronizer, self.notices.append
-        )
-
-    def begin(self, number: int) -> FakeMember:
-        self.started.append(self.start(number))
-        return self.started[-1]
-
-    async def train(self, steps: int, at: Callable[[int], Any] = lambda step: None) -> None:
-        """Optimizer steps, a version each; `at` is called before each with its number."""
-        self.rig.engines.clear()  # the fleet publishes
-        for _ in range(steps):
-            if (wait := at(self.rig.version)) is not None:
-                await wait
-            assert await self.rig.train_step()
-            await self.fleet.publish(self.rig.version, "keep")
-
-    async def run(self, steps: int, at: Callable[[int], Any] = lambda step: None) -> None:
-        async with asyncio.timeout(DEADLINE_S), self.fleet.kept():
-            await self.fleet.publish(0, "keep")
-            generation = asyncio.create_task(self.rig.rollouter.run())
-            await self.train(steps, at)
-            await self.rig.rollouter.stop()
-            await generation
-        self.rig.ledger.check()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_and_no_group_is_lost(
@@ -288,3 +180,88 @@ def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
     assert loop.lost("b", 0) == 1
     now = LOSSES_WITHIN_S + 1
     assert loop.lost("a", 0) == 1
+
+
+WAITING = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.5, "idle/rollouter": 0.0}
+AHEAD = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.0, "idle/rollouter": 0.9}
+
+
+async def test_an_engine_is_added_while_the_trainer_waits_and_retired_while_generation_does(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, engines=1, options={"trainer": {"steps": 8}}, elasticity=Elasticity(1, 2))
+
+    async def load(step: int) -> None:
+        if step == 2:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(WAITING)
+            await until(lambda: crew.rig.rollouter._admission.policy.max_concurrent > 16)
+            assert crew.started[0].adopted == [2]
+            assert crew.rig.rollouter._admission.policy.max_concurrent == 2 * 16
+            for _ in range(2 * VERSIONS):  # no more than the bound
+                crew.fleet.measured(WAITING)
+            assert len(crew.started) == 1
+        if step == 5:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(AHEAD)
+            await until(lambda: crew.started[0].ended)
+            assert [member.name for member in crew.fleet.members] == ["engine 0"]
+            assert crew.rig.rollouter._admission.policy.max_concurrent == 16
+
+    await crew.run(8, load)
+    assert crew.started[0].adopted[-1] == 5
+    assert crew.started[0].requests
+    assert crew.members[0].adopted[-1] == 8
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
+
+
+async def test_an_engine_that_is_retired_finishes_what_it_has_and_what_takes_too_long_is_issued_again(
+    tmp_path: Path,
+) -> None:
+    crew = Crew(tmp_path, engines=2, options={"trainer": {"steps": 6}}, elasticity=Elasticity(1, 2))
+    crew.members[1]._faults = {uid: Fault("hang") for uid in range(200)}
+
+    async def load(step: int) -> None:
+        if step == 1:
+            await until(lambda: bool(crew.members[1]._running))
+            for _ in range(VERSIONS):
+                crew.fleet.measured(AHEAD)
+
+    await crew.run(6, load)
+    assert crew.members[1].ended
+    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 6 * 4
+
+
+async def test_nothing_is_added_or_retired_while_an_engine_is_being_replaced(tmp_path: Path) -> None:
+    place = asyncio.Event()
+    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=place), elasticity=Elasticity(1, 4))
+
+    async def load(step: int) -> None:
+        if step == 1:
+            await crew.members[0].shutdown()
+            await until(lambda: bool(crew.started))
+            for metrics in (WAITING, AHEAD):
+                for _ in range(VERSIONS):
+                    crew.fleet.measured(metrics)
+            await asyncio.sleep(0.01)
+            assert (len(crew.started), len(crew.fleet.members)) == (1, 1)
+
+    await crew.run(3, load)
+
+
+async def test_growth_that_finds_no_room_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    crew = Crew(
+        tmp_path,
+        start=lambda number: FakeMember(number, pending=never),
+        start_timeout_s=0.02,
+        elasticity=Elasticity(2, 4),
+    )
+
+    async def load(step: int) -> None:
+        if step == 1:
+            for _ in range(VERSIONS):
+                crew.fleet.measured(WAITING)
+            await until(lambda: any("found no place" in notice for notice in crew.notices))
+            assert crew.started[0].ended
+
+    await crew.run(3, load)
+    assert len(crew.started) == 1

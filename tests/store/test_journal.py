@@ -104,6 +104,17 @@ def test_writer_with_a_new_file_goes_on_behind_what_is_stored(weed: ObjectStore,
     assert JournalReader(weed, PREFIX).read() == b"a long first file\nnew\n"
 
 
+def test_a_new_file_that_grows_before_the_store_answers_is_not_taken_for_the_old_one(
+    weed: ObjectStore, tmp_path: Path
+) -> None:
+    weed.put_bytes(f"{PREFIX}/000000000000.jsonl", b"old\n")
+    path = tmp_path / "events.jsonl"
+    ships = writer(weed, path)
+    append(path, "longer than the old one\n")
+    assert ships.ship(to_the_end=False)
+    assert JournalReader(weed, PREFIX).read() == b"old\nlonger than the old one\n"
+
+
 @pytest.mark.parametrize("offset", [0, 3, 4, 9])
 def test_reader_starts_at_any_offset(weed: ObjectStore, tmp_path: Path, offset: int) -> None:
     path = tmp_path / "events.jsonl"

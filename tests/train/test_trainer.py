@@ -236,6 +236,24 @@ async def test_a_stop_does_not_wait_for_a_batch_that_is_long_in_coming() -> None
     assert trainer.observer.notices == ["the run is stopped (enough) after step 0"]
 
 
+async def test_a_stop_in_a_hurry_needs_no_engine_and_the_next_sync_makes_up_for_it() -> None:
+    config = run_config(trainer={"steps": 5})
+    hurried = make_trainer(rig := Rig(config))
+
+    async def update(batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int) -> Mapping[str, float]:
+        if hurried.position.step == 1:
+            hurried.stop.ask("the pod ends", hurry=True)
+        return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}
+
+    hurried.ranks.update = update
+    await fit(hurried, rig)
+    assert (hurried.position.step, hurried.position.unsynced, hurried.publisher.versions) == (2, 1, [1])
+    rest = Rig(rig.config, engines=rig.engines, state=rig.ledger.state(), version=1)
+    trainer = make_trainer(rest, hurried.position)
+    await fit(trainer, rest)
+    assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (5, 0, [2, 3, 4])
+
+
 async def test_a_run_that_was_stopped_goes_on_where_it_was() -> None:
     stopped = make_trainer(rig := Rig(run_config(trainer={"steps": 5})))
     stopped.ranks = StoppingRanks(trainer=stopped, step=2)

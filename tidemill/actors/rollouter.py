@@ -82,9 +82,9 @@ class RolloutActor:
         """Generate until the data or the run ends."""
         await self.rollouter.run()
 
-    async def evaluate(self, version: int) -> Evaluation:
+    async def evaluate(self, version: int, engine: str | None) -> Evaluation:
         """See `Generation`."""
-        return await self.rollouter.evaluate(version)
+        return await self.rollouter.evaluate(version, engine)
 
     async def begin_version(self, version: int) -> None:
         """See `Generation`."""
@@ -113,6 +113,14 @@ class RolloutActor:
     async def remove_engine(self, name: str, reason: str, patience_s: float) -> int:
         """See `Rollouter`."""
         return await self.rollouter.remove_engine(name, reason, patience_s)
+
+    async def set_engine_aside(self, name: str) -> None:
+        """See `Rollouter`."""
+        await self.rollouter.set_engine_aside(name)
+
+    async def take_engine_back(self, name: str) -> None:
+        """See `Rollouter`."""
+        await self.rollouter.take_engine_back(name)
 
     async def lost_engines(self) -> Mapping[str, str]:
         """See `Rollouter`."""
@@ -176,9 +184,9 @@ class RemoteGeneration:
         """See `Generation`."""
         return await call("the rollouter", self.actor.ledger_state.remote())
 
-    async def evaluate(self, version: int) -> Evaluation:
+    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """See `Generation`; every answer has `rollout.group_timeout_s` inside."""
-        return await call("the rollouter", self.actor.evaluate.remote(version), None)
+        return await call("the rollouter", self.actor.evaluate.remote(version, engine), None)
 
     async def loads(self) -> Loads:
         """See `Generation`."""
@@ -192,6 +200,14 @@ class RemoteGeneration:
         """See `rollout.fleet.Rotation`."""
         removing = self.actor.remove_engine.remote(name, reason, patience_s)
         return await call("the rollouter", removing, patience_s + CONTROL_TIMEOUT_S)
+
+    async def set_engine_aside(self, name: str) -> None:
+        """See `rollout.fleet.Rotation`."""
+        await call("the rollouter", self.actor.set_engine_aside.remote(name))
+
+    async def take_engine_back(self, name: str) -> None:
+        """See `rollout.fleet.Rotation`."""
+        await call("the rollouter", self.actor.take_engine_back.remote(name))
 
     async def lost_engines(self) -> Mapping[str, str]:
         """See `rollout.fleet.Rotation`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from tidemill.config import RunConfig
@@ -25,16 +26,23 @@ from tidemill.train.trainer import Metrics, Position
 
 @dataclass(slots=True)
 class RunObserver:
-    """Tells the event log and MLflow what happens, and takes the steps together for the summary."""
+    """Tells the event log and MLflow what happens, and takes the steps together for the summary.
+
+    Attributes:
+        listeners: are told what every step measured.
+    """
 
     config: RunConfig
     log: EventLog
     tracker: Tracker
     steps: MetricsAggregator = field(default_factory=MetricsAggregator)
+    listeners: list[Callable[[Metrics], None]] = field(default_factory=list)
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         """See `train.trainer.Observer`."""
         self.steps.add(metrics)
+        for listener in self.listeners:
+            listener(metrics)
         self.tracker.log(position.step, metrics)
         self.log.write(
             StepFinished(

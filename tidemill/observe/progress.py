@@ -88,6 +88,8 @@ class Progress:
         self.lines += 1
         self.seconds.append(event.seconds)
         left = duration((event.steps - event.step) * sum(self.seconds) / len(self.seconds))
+        if self.pending is not None and self.pending.step != event.step:
+            self.flush()
         held_out, self.pending, self.last = self.pending, None, event
         self.line(Text(step_line(event, held_out.score if held_out else None, left)))
         self.bar.update(self.task, description="training", completed=event.step, total=event.steps, left=f"{left} left")
@@ -97,7 +99,7 @@ class Progress:
         self.offset(event.time)
         self.flush()
         self.pending = event
-        if self.last is None or self.last.step == self.last.steps:
+        if self.last is None or event.step <= self.last.step:
             self.flush()
 
     def flush(self) -> None:

@@ -190,13 +190,17 @@ class VllmEngine:
         flight.submitted += 1
         try:
             options = sampling_options(flight.sampling, indices, len(so_far))
-            output = await self._run(flight.request_id, flight.prompt + so_far, options)
+            output = await self._run(
+                flight.request_id, flight.prompt + so_far, options, priority=flight.sampling.priority
+            )
         finally:
             flight.submitted -= 1
         for index, piece in zip(indices, output.outputs, strict=True):
             flight.samples[index].extend(piece)
 
-    async def _run(self, request_id: str, token_ids: list[int], options: Mapping[str, Any]) -> Any:
+    async def _run(
+        self, request_id: str, token_ids: list[int], options: Mapping[str, Any], *, priority: int = 0
+    ) -> Any:
         """Submit to vLLM and wait for the one output; the engine's errors become ours."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
@@ -207,7 +211,7 @@ class VllmEngine:
         try:
             # Streaming with n > 1 would return in the end only the samples that ended last.
             parameters = SamplingParams(**options, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
-            outputs = [output async for output in self._llm.generate(prompt, parameters, request_id)]
+            outputs = [output async for output in self._llm.generate(prompt, parameters, request_id, priority=priority)]
         except (VLLMError, ValueError) as error:
             raise EngineError(
                 f"request {request_id} of {len(token_ids)} tokens failed: {error.__cause__ or error!r}"

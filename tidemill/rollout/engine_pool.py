@@ -59,15 +59,21 @@ class EnginePool:
         return 0 if seat is None else seat.finished
 
     def close(self, name: str) -> None:
-        """Give an engine nothing new."""
-        self._seats[name].leaving = True
+        """Give an engine nothing new, unless a lease names it."""
+        if name in self._seats:
+            self._seats[name].leaving = True
+
+    def reopen(self, name: str) -> None:
+        """Take that back."""
+        if name in self._seats:
+            self._seats[name].leaving = False
+            self._change()
 
     async def drained(self, name: str, patience_s: float) -> None:
         """Let the requests of an engine finish, if they do in time."""
-        seat = self._seats[name]
         try:
             async with asyncio.timeout(patience_s):
-                while seat.load and seat.lost is None:
+                while (seat := self._seats.get(name)) is not None and seat.load and seat.lost is None:
                     await self._next_change()
         except TimeoutError:
             return
@@ -86,15 +92,17 @@ class EnginePool:
             raise EngineError(f"all engines are lost, and no other has come within {timeout_s:g} s") from error
 
     @contextmanager
-    def lease(self) -> Iterator[Seat]:
-        """An engine for the time of one request; an exception other than cancellation counts as its failure.
+    def lease(self, name: str | None = None) -> Iterator[Seat]:
+        """An engine, or the named one, for the time of one request.
+
+        An exception other than cancellation counts as its failure.
 
         Raises:
-            EngineLostError: there is no engine.
+            EngineLostError: there is none.
         """
-        seats = self._open()
+        seats = self._open() if name is None else [s for s in self._seats.values() if s.name == name and s.lost is None]
         if not seats:
-            raise EngineLostError("all engines are lost")
+            raise EngineLostError(f"{name or 'every engine'} is lost")
         seat = min(seats, key=lambda seat: (seat.failures, seat.load))
         seat.load += 1
         self.loads.note(seat.name, seat.load)

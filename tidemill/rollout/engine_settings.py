@@ -59,20 +59,22 @@ def engine_settings(model_path: str, rollout: RolloutConfig, max_prompt_tokens: 
     """
     from tidemill.train.precision import compute_dtype
 
+    context = context_length(model_path, max_prompt_tokens + rollout.max_new_tokens)
     settings = {
         "dtype": str(compute_dtype(rollout.dtype, device)).removeprefix("torch."),
-        "max_model_len": context_length(model_path, max_prompt_tokens + rollout.max_new_tokens),
+        "max_model_len": context,
         "max_num_seqs": min(rollout.concurrent_samples_per_replica * rollout.group_size, MAX_SEQUENCES[device]),
         "tensor_parallel_size": rollout.tensor_parallel_size,
         # Of the tempered distribution, as the trainer's.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
         "disable_log_stats": True,
     }
-    return settings | (cpu_settings(rollout) if device == "cpu" else gpu_settings(rollout))
+    return settings | (cpu_settings(rollout, context) if device == "cpu" else gpu_settings(rollout))
 
 
-def cpu_settings(rollout: RolloutConfig) -> dict[str, Any]:
+def cpu_settings(rollout: RolloutConfig, context: int) -> dict[str, Any]:
     """Settings that only the CPU backend needs."""
     return {
         "enforce_eager": True,
@@ -80,7 +82,10 @@ def cpu_settings(rollout: RolloutConfig) -> dict[str, Any]:
         # several seconds of start more, and slower for the messages between the two.
         **({} if rollout.tensor_parallel_size > 1 else {"distributed_executor_backend": SINGLE_PROCESS}),
         "block_size": CPU_BLOCK_SIZE,
-        "max_num_batched_tokens": CPU_STEP_TOKENS,
+        # A prompt is computed whole or not yet: cutting it rewinds the generator of a seeded request by an offset that
+        # generators of the CPU do not have, and the engine dies of it.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, context),
         "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * GIB,
     }
 

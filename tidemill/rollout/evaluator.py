@@ -14,6 +14,8 @@ from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.flights import Decode, Scorer, abort_request
 from tidemill.rollout.prompts import PromptSet
 
+PRIORITY = -1  # before rollouts, since a weight sync may wait for the score
+
 
 class Evaluator:
     """Scores held-out prompts through the engines of the run, beside its training rollouts.
@@ -33,11 +35,16 @@ class Evaluator:
         self._rewards, self._decode = rewards, decode
         self._requests = itertools.count()
 
-    async def evaluate(self, version: int) -> Evaluation:
+    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """One greedy answer a prompt, every token of it sampled from `version`.
+
+        Args:
+            version: of the engines, which must not change meanwhile.
+            engine: the one that answers; None takes all.
 
         Raises:
             ConfigError: there are no held-out prompts.
+            EngineLostError: the engine that was named is lost.
             EngineError: an engine keeps failing, or samples from another version.
             RewardError: no prompt could be scored.
         """
@@ -49,8 +56,9 @@ class Evaluator:
         fitting = [prompt for prompt in prompts if not held_out.too_long(prompt)]
         if not fitting:
             raise RunError(f"all {len(prompts)} held-out prompts exceed data.max_prompt_tokens; raise it")
-        slots = asyncio.Semaphore(self._config.rollout.concurrent_samples_per_replica * max(1, len(self._engines)))
-        tasks = [asyncio.create_task(self._answer(prompt, version, slots)) for prompt in fitting]
+        width = self._config.rollout.concurrent_samples_per_replica
+        slots = asyncio.Semaphore(width * (1 if engine else max(1, len(self._engines))))
+        tasks = [asyncio.create_task(self._answer(prompt, version, engine, slots)) for prompt in fitting]
         try:
             outcomes = await asyncio.gather(*tasks)
         finally:
@@ -65,9 +73,11 @@ class Evaluator:
         score = sum(answer.reward for answer in answers) / len(answers)
         return Evaluation(version, score, tuple(answers), {name: n for name, n in skipped.items() if n})
 
-    async def _answer(self, prompt: Prompt, version: int, slots: asyncio.Semaphore) -> Answer | RewardError:
+    async def _answer(
+        self, prompt: Prompt, version: int, engine: str | None, slots: asyncio.Semaphore
+    ) -> Answer | RewardError:
         async with slots:
-            completion = await self._persist(prompt)
+            completion = await self._persist(prompt, engine)
             check_version(prompt, completion, version)
             text = self._decode(completion.token_ids)
             try:
@@ -76,13 +86,15 @@ class Evaluator:
                 return error
             return Answer(prompt.text, text, prompt.answer, reward)
 
-    async def _persist(self, prompt: Prompt) -> Completion:
+    async def _persist(self, prompt: Prompt, engine: str | None) -> Completion:
         """Generate, again after a failure, `rollout.max_attempts` times in all; a lost engine counts as none."""
         attempt = 1
         while True:
             try:
-                return await self._generate(prompt)
+                return await self._generate(prompt, engine)
             except EngineLostError:
+                if engine is not None:
+                    raise
                 await self._engines.ready(self._config.rollout.start_timeout_s)
                 continue
             except (EngineError, TimeoutError) as error:
@@ -92,11 +104,11 @@ class Evaluator:
                     ) from error
             attempt += 1
 
-    async def _generate(self, prompt: Prompt) -> Completion:
-        rollout = self._config.rollout
-        sampling = Sampling(n=1, max_tokens=rollout.max_new_tokens, temperature=0.0, stop=tuple(rollout.stop))
+    async def _generate(self, prompt: Prompt, engine: str | None) -> Completion:
+        rollout, stop = self._config.rollout, tuple(self._config.rollout.stop)
+        sampling = Sampling(1, rollout.max_new_tokens, temperature=0.0, stop=stop, priority=PRIORITY)
         request_id = f"evaluation-{prompt.row}.{next(self._requests)}"
-        with self._engines.lease() as seat:
+        with self._engines.lease(engine) as seat:
             try:
                 async with asyncio.timeout(rollout.group_timeout_s):
                     [completion] = await seat.engine.generate(request_id, prompt.token_ids, sampling)

@@ -1,4 +1,4 @@
-"""The engines of a run: one that dies is replaced, and the new one catches up.
+"""The engines of a run: one that dies is replaced, the new one catches up, and their number follows the load.
 
 Each place for an engine has a keeper, a task that watches the engine there. An engine is lost when it does not answer a
 probe, when the rollouter cannot reach it, or when it drops out of a publication. Then it is taken out of the rotation,
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tidemill.errors import EngineError, RunError, StoreError, TidemillError
 from tidemill.protocols import Engine, PauseMode
-from tidemill.rollout.activity import Clock
+from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.failures import LOSSES, CrashLoop
 from tidemill.sync.synchronizer import Synchronizer
 
@@ -62,13 +62,23 @@ class Rotation(Protocol):
         """This one gets no more; its groups that do not end in time are issued again. Returns how many it finished."""
         ...
 
+    async def set_engine_aside(self, name: str) -> None:
+        """This one gets no more groups, and finishes those that it has; only an evaluation may name it."""
+        ...
+
+    async def take_engine_back(self, name: str) -> None:
+        """It gets groups again; nothing if it has been removed."""
+        ...
+
     async def lost_engines(self) -> Mapping[str, str]:
         """Engines that cannot be reached from there, and why."""
         ...
 
 
 class Fleet:
-    """Keeps as many engines as there are places; publishes versions to all of them.
+    """Keeps an engine at every place; publishes versions to all of them.
+
+    A place has the name of its first engine.
 
     Args:
         members: the engines of the start, which have loaded.
@@ -77,7 +87,8 @@ class Fleet:
         rotation: the rollouter.
         synchronizer: brings versions to the engines; has those of the start already.
         notice: tells a person.
-        clock: monotonic seconds.
+        elasticity: says when an engine is added or retired; None keeps their number.
+        group_timeout_s: for an engine that is retired to finish what it has.
     """
 
     def __init__(
@@ -89,14 +100,21 @@ class Fleet:
         synchronizer: Synchronizer,
         notice: Callable[[str], None],
         *,
-        clock: Clock = time.monotonic,
+        elasticity: Elasticity | None = None,
+        group_timeout_s: float = 600.0,
     ) -> None:
-        self._start, self._start_timeout_s = start, start_timeout_s
+        self._start, self._start_timeout_s, self._group_timeout_s = start, start_timeout_s, group_timeout_s
         self._rotation, self._synchronizer, self._notice = rotation, synchronizer, notice
+        self._elasticity = elasticity
         self._members = {member.name: member for member in members}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
         self._reports: dict[str, asyncio.Future[str]] = {}
         self._numbers = itertools.count(len(members))
-        self._crashes = CrashLoop(clock)
+        self._crashes = CrashLoop(time.monotonic)
+        self._mode: PauseMode = "keep"
+        self._aside: str | None = None
+        self._change: asyncio.Task[None] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
 
     @property
     def members(self) -> list[Member]:
@@ -105,10 +123,32 @@ class Fleet:
 
     async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
         """See `Synchronizer.publish`; engines that are lost on the way are replaced."""
+        self._mode = mode
         metrics = await self._synchronizer.publish(version, mode)
         for name, error in self._synchronizer.take_lost().items():
             self._report(name, str(error))
         return metrics
+
+    async def set_aside(self) -> str | None:
+        """Take an engine out of rotation and publications, so that it keeps its version; None if it is the only one."""
+        if len(self._members) < 2:
+            return None
+        self._aside = self.members[-1].name
+        self._synchronizer.leave(self._aside)
+        await self._rotation.set_engine_aside(self._aside)
+        return self._aside
+
+    async def take_back(self, name: str) -> None:
+        """Give an engine that was set aside the newest version, and groups again; if it is lost, nothing."""
+        self._aside = None
+        for member in self.members:
+            if member.name == name:
+                try:
+                    await self._synchronizer.late_join(name, member, self._mode)
+                except (EngineError, StoreError) as error:
+                    self._report(name, str(error))
+                else:
+                    await self._rotation.take_engine_back(name)
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -119,17 +159,57 @@ class Fleet:
             RunError: no engine is left, and none comes up in time.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for member in self.members:
+            async with asyncio.TaskGroup() as self._tasks:
+                for place, member in self._members.items():
                     self._enlist(member)
-                keepers = [tasks.create_task(self._keep(member)) for member in self.members]
-                keepers.append(tasks.create_task(self._listen()))
+                    self._occupy(place, member)
+                listener = self._tasks.create_task(self._listen())
                 yield
-                for keeper in keepers:
-                    keeper.cancel()
+                for task in (listener, *self._keepers.values(), *filter(None, [self._change])):
+                    task.cancel()
         except BaseExceptionGroup as group:
             first = group.exceptions[0]
             raise first from first.__cause__  # where a remote traceback stands
+
+    def measured(self, metrics: Mapping[str, float]) -> None:
+        """An optimizer step is done; at the end of its version an engine may be added or retired."""
+        if self._elasticity is None or self._tasks is None:
+            return
+        if self._aside or len(self._members) < len(self._keepers) or not (self._change is None or self._change.done()):
+            self._elasticity.forget()
+            return
+        self._elasticity.step(metrics["time/step"], metrics["idle/trainer"], metrics["idle/rollouter"])
+        change = self._elasticity.version(len(self._members)) if "time/sync" in metrics else 0
+        if change:
+            self._change = self._tasks.create_task(self._grow() if change > 0 else self._retire())
+
+    def _occupy(self, place: str, member: Member) -> None:
+        assert self._tasks is not None
+        self._keepers[place] = self._tasks.create_task(self._keep(place, member))
+
+    async def _grow(self) -> None:
+        """One place more, and its engine: a pending actor is what an autoscaler answers with a pod."""
+        self._notice(f"the trainer waits for groups: an engine is asked for beside the {len(self._members)}")
+        number = next(self._numbers)
+        place = f"engine {number}"
+        try:
+            member = await self._next_member(place, number)
+        except (EngineError, StoreError) as error:
+            self._notice(f"an additional engine did not come up: {error}")
+            return
+        if member is not None:
+            self._occupy(place, member)
+
+    async def _retire(self) -> None:
+        """End the engine of the newest place; its pod, left without an actor, is taken by the autoscaler."""
+        place, member = list(self._members.items())[-1]
+        self._notice(f"generation waits for the trainer: {member.name} is retired, {len(self._members) - 1} are left")
+        self._keepers.pop(place).cancel()
+        self._forget(place, member)
+        try:
+            await self._rotation.remove_engine(member.name, "engine_retired", self._group_timeout_s)
+        finally:
+            await member.end()
 
     async def _listen(self) -> None:
         """Hear from the rollouter, which may not reach an engine that answers here."""
@@ -146,13 +226,12 @@ class Fleet:
         if report is not None and not report.done():
             report.set_result(why)
 
-    async def _keep(self, member: Member) -> None:
-        """Look after one place, named by its first engine, for as long as the run goes on."""
-        place = member.name
+    async def _keep(self, place: str, member: Member) -> None:
+        """Look after one place for as long as the run goes on."""
         while True:
             why = await self._until_lost(member)
             self._notice(f"{member.name} is lost and will be replaced; its groups are generated again. {why}")
-            finished = await self._remove(member)
+            finished = await self._remove(place, member)
             member = await self._replace(place, why, finished)
 
     async def _until_lost(self, member: Member) -> str:
@@ -176,9 +255,9 @@ class Fleet:
                 return f"{member.name} did not answer within {PROBE_TIMEOUT_S:g} s: its process is stuck or stopped"
             await asyncio.sleep(PROBE_S)
 
-    async def _remove(self, member: Member) -> int:
+    async def _remove(self, place: str, member: Member) -> int:
         """Take an engine out and end it; returns how many requests it had finished."""
-        self._forget(member)
+        self._forget(place, member)
         finished = await self._rotation.remove_engine(member.name, "engine_lost")
         await member.end()
         return finished
@@ -188,7 +267,9 @@ class Fleet:
         cause: TidemillError | None = None
         while (losses := self._crashes.lost(place, finished)) < LOSSES:
             try:
-                return await self._next_member()
+                while (member := await self._next_member(place, next(self._numbers))) is None:
+                    self._notice(f"an engine in place of {place} is asked for again")
+                return member
             except (EngineError, StoreError) as error:
                 why, finished, cause = str(error), 0, error
                 self._notice(f"an engine in place of {place} did not come up: {error}")
@@ -196,33 +277,28 @@ class Fleet:
         text = f"{losses} engines in a row, each in place of the one before, died without finishing a group: {why}"
         raise EngineError(text) from cause
 
-    async def _next_member(self) -> Member:
-        """Start an engine and let it catch up."""
-        while True:
-            member = self._start(next(self._numbers))
-            try:
-                if not await self._is_placed(member):
-                    continue
-                await self._join(member)
-            except asyncio.CancelledError:
-                member.kill()
-                raise
-            except Exception:
-                self._forget(member)
-                await member.end()
-                raise
-            self._notice(f"{member.name} has joined with the newest version; engines at work: {len(self._members)}")
-            return member
+    async def _next_member(self, place: str, number: int) -> Member | None:
+        """Start an engine and let it catch up; None if the cluster has no room for it."""
+        member = self._start(number)
+        try:
+            if not await self._is_placed(member):
+                return None
+            self._enlist(member)
+            await self._synchronizer.late_join(member.name, member)
+            self._members[place] = member
+            await self._rotation.add_engine(member.name, member)
+        except asyncio.CancelledError:
+            member.kill()
+            raise
+        except Exception:
+            self._forget(place, member)
+            await member.end()
+            raise
+        self._notice(f"{member.name} has joined with the newest version; engines at work: {len(self._members)}")
+        return member
 
-    async def _join(self, member: Member) -> None:
-        """The newest version first, then groups; what happens to it from here on is reported."""
-        self._enlist(member)
-        await self._synchronizer.late_join(member.name, member)
-        self._members[member.name] = member
-        await self._rotation.add_engine(member.name, member)
-
-    def _forget(self, member: Member) -> None:
-        self._members.pop(member.name, None)
+    def _forget(self, place: str, member: Member) -> None:
+        self._members.pop(place, None)
         self._reports.pop(member.name, None)
         self._synchronizer.leave(member.name)
 
@@ -237,10 +313,10 @@ class Fleet:
             async with asyncio.timeout(self._start_timeout_s):
                 await member.start()
         except TimeoutError as error:
+            member.kill()
             late = f"{member.name} found no place within {self._start_timeout_s:g} s (rollout.start_timeout_s)"
             if not self._members:
                 raise RunError(f"{late}, and no other engine is left") from error
-            self._notice(f"{late}; the others go on, and it is tried again")
-            member.kill()
+            self._notice(f"{late}; the others go on")
             return False
         return True

@@ -278,6 +278,16 @@ class Rollouter:
                 self._abandon(flight, reason)
         return finished
 
+    async def set_engine_aside(self, name: str) -> None:
+        """An engine gets no more groups, and finishes those that it has; only an evaluation may name it."""
+        self._engines.close(name)
+        self._resize()
+
+    async def take_engine_back(self, name: str) -> None:
+        """It gets groups again."""
+        self._engines.reopen(name)
+        self._resize()
+
     async def lost_engines(self) -> Mapping[str, str]:
         """Engines that do not work any more and are to be removed, and why."""
         return self._engines.lost()
@@ -323,9 +333,9 @@ class Rollouter:
         self.ledger.check()
         return self.ledger.state()
 
-    async def evaluate(self, version: int) -> Evaluation:
+    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
-        return await self._evaluator.evaluate(version)
+        return await self._evaluator.evaluate(version, engine)
 
     async def loads(self) -> Loads:
         """Requests in flight since the last call; see `LoadMeter.take`."""

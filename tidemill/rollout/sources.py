@@ -35,7 +35,7 @@ def load_rows(source: str, config: DataConfig, key: str = "data.train", fetch: F
 
     Args:
         source: what `data.train` or `data.held_out` holds.
-        config: names of the columns, and the source's options.
+        config: names of the columns.
         key: the setting that `source` stands in, for messages.
         fetch: of the run's object store, for sources that lie there.
 
@@ -55,7 +55,7 @@ def located_rows(source: str, config: DataConfig, key: str, fetch: Fetch | None)
     scheme, separator, rest = source.partition("://")
     if separator and scheme in ("hf", "reasoning_gym"):
         name, _, query = rest.partition("?")
-        options = {**config.options, **query_options(query, key, source)}
+        options = query_options(query, key, source)
         return hub_rows(name, options, key) if scheme == "hf" else task_rows(name, options, config, key)
     path = Path(source)
     if scheme not in ("s3", source) or path.suffix not in (".jsonl", ".parquet"):

@@ -52,6 +52,7 @@ class JournalWriter:
     ) -> None:
         self.store, self.prefix, self.path = store, prefix, path
         self.interval_s, self.close_timeout_s = interval_s, close_timeout_s
+        self.found = path.stat().st_size if path.exists() else 0  # later it may have grown as long as another one was
         self.offset: int | None = None  # of the next segment in the journal
         self.position = 0  # of the same byte in the file
         self.unsent = b""
@@ -104,7 +105,7 @@ class JournalWriter:
         """Where the journal goes on; the file is taken up there if it is the same one."""
         segments = self.store.list(self.prefix)
         end = end_of(segments[-1]) if segments else 0
-        if end and self.path.exists() and self.path.stat().st_size >= end:
+        if self.found >= end:
             self.position = end
         return end
 

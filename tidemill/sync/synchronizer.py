@@ -96,8 +96,8 @@ class Synchronizer:
         facts = {"sync/bytes": float(update.nbytes), "sync/canary_gap": gap}
         return {**timings.metrics(), **facts, **publication.metrics}
 
-    async def late_join(self, name: str, engine: Engine) -> None:
-        """Give an engine that started, or started again, the newest version; later ones reach it too.
+    async def late_join(self, name: str, engine: Engine, mode: PauseMode = "keep") -> None:
+        """Give an engine that started, or was left out for a time, the newest version; later ones reach it too.
 
         A publication under way ends first, and one that comes meanwhile waits.
 
@@ -109,7 +109,7 @@ class Synchronizer:
             joining = {name: engine}
             if self._newest is not None:
                 what = f"adopt version {self._newest.version} late"
-                self._newest = await self._adopt(self._newest, joining, "keep", what)
+                self._newest = await self._adopt(self._newest, joining, mode, what)
                 await self._check_canary(joining)
             if name in self._lost:
                 raise self._lost.pop(name)

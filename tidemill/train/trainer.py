@@ -24,6 +24,7 @@ from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
 from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
+from tidemill.train.validation import Validation
 
 Metrics = dict[str, float]
 
@@ -39,10 +40,18 @@ class Ranks(Protocol):
 
 
 class Publisher(Protocol):
-    """Brings a version to the engines: `sync.synchronizer.Synchronizer`."""
+    """Brings a version to the engines: `rollout.fleet.Fleet`."""
 
     async def publish(self, version: int, mode: Any) -> Mapping[str, float]:
         """Export, adopt everywhere, check the canary; returns the timings."""
+        ...
+
+    async def set_aside(self) -> str | None:
+        """See `train.validation.Spares`."""
+        ...
+
+    async def take_back(self, name: str) -> None:
+        """See `train.validation.Spares`."""
         ...
 
 
@@ -107,6 +116,11 @@ class Trainer:
     commit: Callable[[Position], Awaitable[None]] | None = None
     position: Position = field(default_factory=Position)
     stop: Stop = field(default_factory=Stop)
+    validation: Validation = field(init=False)
+
+    def __post_init__(self) -> None:
+        observer, mode = self.observer, self.config.evaluation.mode
+        self.validation = Validation(mode, self.generation, self.publisher, observer.evaluated, observer.notice)
 
     async def fit(self) -> None:
         """Train until the step budget or the data ends or a stop is asked for, and publish what was learned last.
@@ -117,6 +131,15 @@ class Trainer:
         Raises:
             RunError: no batch arrived in time, or a group broke the staleness bound.
         """
+        try:
+            await self.fit_steps()
+            if not self.stop.hurry:
+                await self.validation.settle()
+        finally:
+            await self.validation.cancel()
+
+    async def fit_steps(self) -> None:
+        """All optimizer steps."""
         while self.position.step < self.config.trainer.steps and self.stop.reason is None:
             timings = Timings()
             with timings.phase("step"):
@@ -133,7 +156,8 @@ class Trainer:
         if self.position.step < self.config.trainer.steps:
             what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"
             self.observer.notice(f"{what} after step {self.position.step}")
-        if self.position.unsynced:
+        if self.position.unsynced and not self.stop.hurry:
+            await self.validation.settle()
             await self.sync_weights()
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
@@ -158,15 +182,20 @@ class Trainer:
         await self.generation.mark_trained([group.uid for group in groups])
         self.advance(groups)
         if self.sync_is_due:
+            await self.validation_before_sync(timings)
             with timings.phase("sync"):
                 metrics |= await self.sync_weights()
         return metrics
 
     @property
     def sync_is_due(self) -> bool:
-        """Every `trigger_parameter_sync_step` steps, and after the last one, so that no update is lost."""
+        """Every `trigger_parameter_sync_step` steps, and after the last one, so that no update is lost; not in a hurry.
+
+        After a hurry more steps may be unsynced than that.
+        """
         last = self.position.step == self.config.trainer.steps
-        return last or self.position.unsynced == self.config.asynchrony.trigger_parameter_sync_step
+        due = last or self.position.unsynced >= self.config.asynchrony.trigger_parameter_sync_step
+        return due and not self.stop.hurry
 
     @property
     def ranks_count(self) -> int:
@@ -243,6 +272,12 @@ class Trainer:
         await self.generation.begin_version(version)
         return dict(timings)
 
+    async def validation_before_sync(self, timings: Timings) -> None:
+        """Let a score be finished whose engines would get the next version."""
+        if self.validation.holds_sync:
+            with timings.phase("evaluate"):
+                await self.validation.settle()
+
     async def after_step(self, timings: Timings) -> None:
         """Evaluate and checkpoint at the versions that ask for it."""
         if self.position.unsynced:
@@ -251,8 +286,7 @@ class Trainer:
         every = self.config.evaluation.every
         if every and version % every == 0 and not last:
             with timings.phase("evaluate"):
-                evaluation = await self.generation.evaluate(version)
-            self.observer.evaluated(self.position.step, evaluation)
+                await self.validation.begin(self.position.step, version)
         if self.commit and not last and self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
             with timings.phase("checkpoint"):
                 await self.commit(self.position)

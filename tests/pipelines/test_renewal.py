@@ -1,0 +1,69 @@
+"""Continual training: which prompts are new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidemill.config import RunConfig
+from tidemill.errors import ConfigError, DataError
+from tidemill.renewal import begin_renewal, name_of, new_prompts
+from tidemill.request import Request
+from tidemill.store.server import open_store, start_server, stop_server, store_folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    folder = tmp_path / "prompts"
+    (folder / "2026-12").mkdir(parents=True)
+    (folder / "2026-11-29.jsonl").write_text('{"prompt": "a"}')
+    (folder / "2026-11-30.jsonl").write_text('{"prompt": "b"}\n')
+    (folder / "2026-12/01.jsonl").write_text('{"prompt": "c"}\n')
+    (folder / "notes.txt").write_text("not prompts")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("last", "rows"),
+    [(None, "abc"), ("2026-11-29.jsonl", "bc"), ("2026-11-30.jsonl", "c"), ("2026-11-29x", "bc")],
+)
+def test_prompts_after_the_last_ones_are_put_together_in_order(
+    addition: RunConfig, prompts: Path, last: str | None, rows: str
+) -> None:
+    source = new_prompts(addition, str(prompts), last)
+    assert source is not None and name_of(source) == "2026-12/01.jsonl"
+    assert Path(source).read_text() == "".join(f'{{"prompt": "{row}"}}\n' for row in rows)
+
+
+def test_prompts_that_were_used_are_not_new(addition: RunConfig, prompts: Path) -> None:
+    assert new_prompts(addition, str(prompts), "2026-12/01.jsonl") is None
+
+
+def test_folder_without_prompts_is_refused(addition: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no \.jsonl file"):
+        new_prompts(addition, str(tmp_path), None)
+
+
+def test_new_prompts_of_the_store_become_one_object(addition: RunConfig, prompts: Path) -> None:
+    start_server(store_folder(addition.output))
+    try:
+        with open_store(addition.store, addition.output) as store:
+            store.upload_folder(prompts, "new/prompts")
+            source = new_prompts(addition, "s3://tidemill/new/prompts/", "2026-11-29.jsonl")
+            assert source is not None and name_of(source) == "2026-12/01.jsonl"
+            assert store.get_bytes(source.removeprefix("s3://tidemill/")).count(b"\n") == 2
+            assert new_prompts(addition, "s3://tidemill/new/prompts/", "2026-12/01.jsonl") is None
+    finally:
+        stop_server(store_folder(addition.output))
+
+
+@pytest.mark.parametrize("source", ["s3://tidemill/one.jsonl", "reasoning_gym://sum?size=9"])
+def test_any_other_source_is_always_new_and_remembered_as_it_is(addition: RunConfig, source: str) -> None:
+    assert new_prompts(addition, source, source) == source == name_of(source)
+
+
+def test_without_held_out_prompts_nothing_is_compared(addition: RunConfig, tmp_path: Path) -> None:
+    lines = "data.held_out=null\nregistry.min_score=null\nevaluation.every=0"
+    with pytest.raises(ConfigError, match=r"data\.held_out"):
+        begin_renewal(Request(addition.to_yaml(), lines), str(tmp_path), str(tmp_path / "links.md"))
