@@ -19,6 +19,7 @@ import io
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,7 +91,8 @@ class Ways:
 
     def __post_init__(self) -> None:
         self.version, self.loop = 0, asyncio.new_event_loop()
-        self.exports, self.adopted = MappedWeights(), MappedWeights()
+        # As in a run, where a process exports to one folder and reads from one.
+        self.exports, self.adopted = defaultdict(MappedWeights), defaultdict(MappedWeights)
         self.outdated: WeightUpdate | None = None
         self.outbox = MemoryOutbox(self.folder / "outbox", self.export)
         self.publishers = {way: WeightPublisher(f"runs/{n}", n) for way, n in ((OURS[1], 1 << 30), (OURS[2], 1))}
@@ -104,7 +106,7 @@ class Ways:
 
     async def export(self, path: Path) -> int:
         """As the trainer does."""
-        return self.exports.write(path, self.weights.weights, torch.bfloat16)
+        return self.exports[path.parent].write(path, self.weights.weights, torch.bfloat16)
 
     def all(self) -> dict[str, Callable[[], None]]:
         """By name, those to compare with first."""
@@ -149,7 +151,8 @@ class Ways:
 
     def adopt(self, update: WeightUpdate) -> None:
         """As the engine reads a file, without vLLM's own work."""
-        with self.adopted.reading(Path(update.path), update.nbytes) as mapped:
+        path = Path(update.path)
+        with self.adopted[path.parent].reading(path, update.nbytes) as mapped:
             for name, tensor in mapped.tensors.items():
                 self.weights.load(name, tensor)
 
