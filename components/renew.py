@@ -19,7 +19,7 @@ def renew(
     gpu_hours: float,
     prompts: str,
     links: dsl.Output[dsl.Markdown],
-) -> NamedTuple("Renewal", [("settings", str), ("decision", str)]):  # type: ignore[valid-type]  # KFP reads it
+) -> NamedTuple("Renewal", [("settings", str), ("Output", str)]):  # type: ignore[valid-type]  # KFP reads it
     """Find the champion and the prompts that came since, and check the run that they make.
 
     Args:
@@ -36,7 +36,8 @@ def renew(
         links: gets the places to look at while the run goes on.
 
     Returns:
-        The resolved settings as YAML text, and the decision, which is `train` or, without new prompts, `wait`.
+        The resolved settings as YAML text, and as `Output` what to do: `train` or, without new prompts,
+        `wait`.
     """
     from tidemill.renewal import begin_renewal
     from tidemill.request import Request

@@ -58,8 +58,9 @@ def continual(
     with dsl.ExitHandler(pod.task(teardown(**name, variants="")), name="run"):
         renewed = pod.task(renew(**name, **amounts, prompts=prompts)).outputs
         settings = renewed["settings"]
-        # A condition on the settings themselves would be evaluated as an expression with all their lines in it.
-        with dsl.If(renewed["decision"] == "train", name="new-prompts"):
+        # KFP's local runner evaluates a condition as an expression with the value in it, which the lines of settings
+        # break, and finds no output of another name; in both cases it would take the condition for false.
+        with dsl.If(renewed["Output"] == "train", name="new-prompts"):
             summary, evaluation = learned(pod, settings)
             final = pod.again(register(config=settings, summary=summary, evaluation=evaluation)).outputs["Output"]
             pod.again(remember(config=settings, summary=final))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from tidemill.actors.call import call
 from tidemill.errors import ConfigError, RunError
@@ -51,6 +51,10 @@ DEATHS: list[tuple[Exception, str]] = [
     (died("The actor died because its node has died. Node Id: ab"), "engine 1 died: its node has died"),
     (died("Something new.\nOf two lines."), "engine 1 died"),
     (ActorDiedError(RayTaskError("__init__", "Trace\nKeyError: 7", KeyError(7))), "engine 1 died: KeyError: 7"),
+    (
+        OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory: 22 GB"),
+        "engine 1 died: Task was killed due to the node running low on memory\\.",
+    ),
     (ActorUnavailableError("lost its connection", b"\1" * 16), "engine 1 died: The actor .* is unavailable: lost .*"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -13,8 +14,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from tiny_model import make_tiny_model
 
 from tidemill.actors.engine import EngineActor, RemoteEngine, engine_shell
+from tidemill.actors.placement import Place
+from tidemill.actors.queue import start_queue
+from tidemill.actors.rollouter import start_rollouter
+from tidemill.config import RunConfig
 from tidemill.errors import EngineLostError
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling
@@ -26,7 +32,7 @@ from tidemill.sync.synchronizer import Synchronizer
 
 pytestmark = pytest.mark.slow
 CANARY = np.arange(6, dtype=np.int32)
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 class FakeActor(EngineActor):
@@ -36,7 +42,7 @@ class FakeActor(EngineActor):
         import subprocess
 
         self.receiver = None
-        self.engine = FakeEngine(faults={7: Fault("hang")})
+        self.engine = FakeEngine(faults={1007: Fault("hang")}, token_delay_s=0.01)
         self.child = subprocess.Popen(["sleep", "600"])
 
     async def start(self) -> None:
@@ -83,7 +89,7 @@ def local_ray() -> Iterator[None]:
 
 
 def start(number: int) -> RemoteEngine:
-    return RemoteEngine(f"engine {number}", engine_shell(FakeActor, 0, {}).remote())
+    return RemoteEngine(f"engine {number}", engine_shell(FakeActor, Place(), {}).remote())
 
 
 async def uniform(tokens: Int32Array) -> Float32Array:
@@ -109,12 +115,12 @@ async def fleet_of(folder: Path, engines: list[RemoteEngine], pool: Pool) -> Asy
 async def test_a_process_that_is_killed_or_stopped_is_replaced_and_nothing_is_left_of_it(
     tmp_path: Path, death: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.rollout.fleet.PROBE_TIMEOUT_S", 3.0)
-    monkeypatch.setattr("tidemill.actors.engine.ORDERLY_END_S", 3.0)
+    monkeypatch.setattr("tidemill.rollout.fleet.PROBE_TIMEOUT_S", 15.0)
+    monkeypatch.setattr("tidemill.actors.engine.ORDERLY_END_S", 5.0)
     engines, pool = [start(0), start(1)], Pool()
     async with fleet_of(tmp_path, engines, pool) as fleet:
         [pid, child] = await engines[0].actor.processes.remote()
-        request = asyncio.create_task(engines[0].generate("7.0", CANARY, Sampling(1, 3, 1.0)))
+        request = asyncio.create_task(engines[0].generate("1007.0", CANARY, Sampling(1, 3, 1.0)))
         await asyncio.sleep(0.1)
         os.kill(pid, death)
         with pytest.raises(EngineLostError, match="engine 0 died"):
@@ -145,3 +151,51 @@ async def test_a_publication_goes_on_without_an_engine_that_dies_in_it(tmp_path:
         while not pool.joined:
             await asyncio.sleep(0.05)
         assert pool.joined == {"engine 2": 5}
+
+
+async def test_a_rollouter_in_a_process_of_its_own_loses_no_group_with_an_engine(tmp_path: Path) -> None:
+    steps = 10
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"w{n}", "answer": "1"}) for n in range(5, 90))
+    )
+    config = RunConfig.model_validate(
+        {
+            "name": "lost",
+            "model": str(make_tiny_model(tmp_path / "model", seed=0)),
+            "output": tmp_path,
+            "data": {"train": str(tmp_path / "train.jsonl")},
+            "rewards": [{"function": "exact_number"}],
+            "rollout": {"group_size": 2, "max_new_tokens": 8, "engines": 2},
+            "trainer": {"steps": steps, "ppo_mini_batch_size": 4},
+        }
+    )
+    queue, engines = start_queue(config.queue_capacity, 1, "block"), [start(0), start(1)]
+    generation = start_rollouter(config, config.model, engines, queue, None, 0)
+    await generation.start()
+    synchronizer = Synchronizer(engines, SyncConfig(), MemoryOutbox(tmp_path / "shm", export), uniform, CANARY)
+    fleet = Fleet(engines, start, DEADLINE_S, generation, synchronizer, lambda text: None)
+    trained: list[int] = []
+    async with asyncio.timeout(DEADLINE_S), fleet.kept():
+        await fleet.publish(0, "keep")
+        running = asyncio.create_task(generation.run())
+        for version in range(steps):
+            if version == 2:
+                [pid, _] = await engines[0].actor.processes.remote()
+                os.kill(pid, signal.SIGKILL)
+            if version == 6:
+                while [member.name for member in fleet.members] != ["engine 1", "engine 2"]:
+                    await asyncio.sleep(0.05)
+            lease = await queue.lease(4, version, DEADLINE_S)
+            await queue.acknowledge(lease.lease_id)
+            await generation.mark_trained([delivery.header.uid for delivery in lease.deliveries])
+            trained += [delivery.header.uid for delivery in lease.deliveries]
+            await fleet.publish(version + 1, "keep")
+            await generation.begin_version(version + 1)
+        await generation.stop()
+        await running
+    ledger = await generation.ledger_state()
+    assert len(set(trained)) == len(trained) == steps * 4 == ledger["trained"]
+    assert (ledger["quarantined"], ledger["attempts"]) == ({}, {})
+    assert await fleet.members[1].version() == steps
+    assert (await fleet.members[1].stats())["generated_tokens"] > 0
+    await asyncio.gather(generation.close(), *(member.end() for member in fleet.members))

@@ -27,7 +27,7 @@ from platform_rig import KEYS, ROOT, Platform, images_of_nodes, needed, new_plat
 from tidemill.store.object_store import ObjectStore
 
 NAME = "addition-full"
-IMAGE = "localhost/tidemill-cpu:0.1.0"
+IMAGE = os.environ.get("TIDEMILL_FULL_IMAGE", "localhost/tidemill-cpu:0.1.0")
 EXAMPLE = ROOT / "examples" / "addition.yaml"
 PROMPTS = {"train": "addition_train.jsonl", "held_out": "addition_held_out.jsonl"}
 LOSE_ENGINE, LOSE_HEAD = 3, 8  # after these steps

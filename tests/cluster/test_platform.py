@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from cluster_rig import IMAGE
 from minio import Minio
 from minio.error import S3Error
 from platform_rig import KEYS, Platform, eventually, images_of_nodes, needed, new_platform, pod
@@ -16,7 +17,6 @@ from platform_rig import KEYS, Platform, eventually, images_of_nodes, needed, ne
 from tidemill.store.object_store import ObjectStore
 
 pytestmark = pytest.mark.cluster
-IMAGE = "localhost/tidemill-python:0.1.0"
 PIPELINE = [
     ("create", "rayjobs.ray.io"),
     ("delete", "rayjobs.ray.io"),
@@ -46,29 +46,35 @@ FORBIDDEN = [
 
 
 @pytest.fixture(scope="module")
-def platform() -> Iterator[Platform]:
-    """The test overlay, applied and ready."""
+def applied() -> Iterator[Platform]:
+    """The test overlay, applied; its own pods may lack their images."""
     if "KUBECONFIG" not in os.environ:
         pytest.skip("needs a cluster: KUBECONFIG")
-    missing = needed("test") - images_of_nodes()
-    if missing:
-        pytest.skip(f"the nodes lack {', '.join(sorted(missing))}: make images minio-image")
     made = new_platform()
     try:
         made.apply("test")
-        made.wait("deployment/minio")
-        made.wait("job/store-setup", "condition=complete")
-        made.wait("deployment/mlflow")
         yield made
     finally:
         made.remove()
 
 
-def test_everything_is_taken_again(platform: Platform) -> None:
-    platform.apply("test", "--dry-run=server")
+@pytest.fixture(scope="module")
+def platform(applied: Platform) -> Platform:
+    """The same with MinIO, its users and MLflow at work."""
+    missing = needed("test") - images_of_nodes()
+    if missing:
+        pytest.skip(f"the nodes lack {', '.join(sorted(missing))}: make images minio-image")
+    applied.wait("deployment/minio")
+    applied.wait("job/store-setup", "condition=complete")
+    applied.wait("deployment/mlflow")
+    return applied
 
 
-def test_seaweedfs_is_taken_in_the_place_of_minio(platform: Platform) -> None:
+def test_everything_is_taken_again(applied: Platform) -> None:
+    applied.apply("test", "--dry-run=server")
+
+
+def test_seaweedfs_is_taken_in_the_place_of_minio(applied: Platform) -> None:
     other = new_platform()
     try:
         other.apply("seaweedfs", "--dry-run=server")
@@ -77,64 +83,64 @@ def test_seaweedfs_is_taken_in_the_place_of_minio(platform: Platform) -> None:
 
 
 @pytest.mark.parametrize(("verb", "resource"), PIPELINE)
-def test_a_step_may_do_what_a_run_needs(platform: Platform, verb: str, resource: str) -> None:
-    assert platform.may("tidemill-pipeline", verb, resource)
+def test_a_step_may_do_what_a_run_needs(applied: Platform, verb: str, resource: str) -> None:
+    assert applied.may("tidemill-pipeline", verb, resource)
 
 
 @pytest.mark.parametrize(("verb", "resource"), FORBIDDEN)
 @pytest.mark.parametrize("account", ["tidemill-pipeline", "tidemill-reaper", "tidemill-ray", "default"])
-def test_no_account_may_do_more(platform: Platform, account: str, verb: str, resource: str) -> None:
-    assert not platform.may(account, verb, resource)
+def test_no_account_may_do_more(applied: Platform, account: str, verb: str, resource: str) -> None:
+    assert not applied.may(account, verb, resource)
 
 
-def test_accounts_may_nothing_in_another_namespace(platform: Platform) -> None:
-    assert not platform.may("tidemill-pipeline", "list", "rayjobs.ray.io", "default")
-    assert not platform.may("tidemill-reaper", "delete", "rayjobs.ray.io", "default")
+def test_accounts_may_nothing_in_another_namespace(applied: Platform) -> None:
+    assert not applied.may("tidemill-pipeline", "list", "rayjobs.ray.io", "default")
+    assert not applied.may("tidemill-reaper", "delete", "rayjobs.ray.io", "default")
 
 
-def test_the_reaper_may_list_and_delete_and_make_nothing(platform: Platform) -> None:
-    assert platform.may("tidemill-reaper", "list", "rayjobs.ray.io")
-    assert platform.may("tidemill-reaper", "delete", "rayjobs.ray.io")
-    assert not platform.may("tidemill-reaper", "create", "rayjobs.ray.io")
+def test_the_reaper_may_list_and_delete_and_make_nothing(applied: Platform) -> None:
+    assert applied.may("tidemill-reaper", "list", "rayjobs.ray.io")
+    assert applied.may("tidemill-reaper", "delete", "rayjobs.ray.io")
+    assert not applied.may("tidemill-reaper", "create", "rayjobs.ray.io")
 
 
-def test_ray_pods_may_nothing(platform: Platform) -> None:
-    assert not any(platform.may("tidemill-ray", verb, resource) for verb, resource in PIPELINE)
+def test_ray_pods_may_nothing(applied: Platform) -> None:
+    assert not any(applied.may("tidemill-ray", verb, resource) for verb, resource in PIPELINE)
 
 
-def test_a_pod_as_root_is_refused(platform: Platform) -> None:
+def test_a_pod_as_root_is_refused(applied: Platform) -> None:
     rooted = pod("rooted", IMAGE, securityContext={"runAsUser": 0, "seccompProfile": {"type": "RuntimeDefault"}})
-    refused = platform.kubectl("create", "-f", "-", stdin=rooted, check=False)
+    refused = applied.kubectl("create", "-f", "-", stdin=rooted, check=False)
     assert refused.returncode != 0
     assert 'violates PodSecurity "restricted' in refused.stderr
 
 
-def test_more_gpus_than_the_quota_are_refused(platform: Platform) -> None:
+def test_more_gpus_than_the_quota_are_refused(applied: Platform) -> None:
     many = {"resources": {"limits": {"nvidia.com/gpu": "9"}}}
-    refused = platform.kubectl("create", "-f", "-", stdin=pod("greedy", IMAGE, container=many), check=False)
+    refused = applied.kubectl("create", "-f", "-", stdin=pod("greedy", IMAGE, container=many), check=False)
     assert refused.returncode != 0
     assert "exceeded quota: tidemill" in refused.stderr
 
 
-def test_a_pod_of_ray_has_no_token(platform: Platform) -> None:
+def test_a_pod_of_ray_has_no_token(applied: Platform) -> None:
     sleeper = pod("tokenless", IMAGE, serviceAccountName="tidemill-ray")
-    platform.kubectl("create", "-f", "-", stdin=sleeper)
-    platform.wait("pod/tokenless", "condition=ready")
-    seen = platform.kubectl("exec", "tokenless", "--", "ls", "/var/run/secrets", check=False)
+    applied.kubectl("create", "-f", "-", stdin=sleeper)
+    applied.wait("pod/tokenless", "condition=ready")
+    seen = applied.kubectl("exec", "tokenless", "--", "ls", "/var/run/secrets", check=False)
     assert "kubernetes.io" not in seen.stdout
-    platform.kubectl("delete", "pod", "tokenless")
+    applied.kubectl("delete", "pod", "tokenless")
 
 
-def test_a_head_is_not_evicted(platform: Platform) -> None:
+def test_a_head_is_not_evicted(applied: Platform) -> None:
     head = pod("head", IMAGE, labels={"ray.io/node-type": "head"})
-    platform.kubectl("create", "-f", "-", stdin=head)
-    platform.wait("pod/head", "condition=ready")
-    meta = {"name": "head", "namespace": platform.namespace}
+    applied.kubectl("create", "-f", "-", stdin=head)
+    applied.wait("pod/head", "condition=ready")
+    meta = {"name": "head", "namespace": applied.namespace}
     eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta})
-    path = f"/api/v1/namespaces/{platform.namespace}/pods/head/eviction"
-    refused = platform.kubectl("create", "--raw", path, "-f", "-", stdin=eviction, check=False)
+    path = f"/api/v1/namespaces/{applied.namespace}/pods/head/eviction"
+    refused = applied.kubectl("create", "--raw", path, "-f", "-", stdin=eviction, check=False)
     assert "disruption budget" in refused.stderr
-    platform.kubectl("delete", "pod", "head")
+    applied.kubectl("delete", "pod", "head")
 
 
 def test_each_user_of_the_store_has_its_bucket_and_no_other(platform: Platform) -> None:

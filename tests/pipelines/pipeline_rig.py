@@ -123,8 +123,11 @@ class Rig:
 
     def output(self, task: str, name: str) -> str:
         """An output of a task of the newest run of a pipeline, as KFP keeps it."""
-        found = sorted((self.folder / "kfp").glob(f"*/**/{task}/{name}"), key=lambda path: path.stat().st_mtime)
-        return found[-1].read_text()
+        found = max(
+            (self.folder / "kfp").glob(f"*/**/{task}/executor_output.json"), key=lambda path: path.stat().st_mtime
+        )
+        parameters: dict[str, str] = json.loads(found.read_text()).get("parameterValues", {})
+        return parameters[name] if name in parameters else (found.parent / name).read_text()
 
     @property
     def store_is_up(self) -> bool:

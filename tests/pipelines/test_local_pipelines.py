@@ -142,7 +142,7 @@ def test_continual_training_without_new_prompts_or_progress_leaves_the_champion(
     assert rig.run("continual", run_name="c1", prompts="prompts").returncode == 0
     idle = rig.run("continual", run_name="c2", prompts="prompts")
     assert idle.returncode == 0, idle.stdout
-    assert (rig.output("renew", "decision"), rig.tries("c2")) == ("wait", 0)
+    assert (rig.output("renew", "Output"), rig.tries("c2")) == ("wait", 0)
     assert "Nothing new" in rig.output("renew", "links")
     fill("2026-11-02")
     worse = rig.run("continual", run_name="c3", prompts="prompts", overrides="trainer.learning_rate=0.0001")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
 from tidemill.errors import RunError, TidemillError
 
@@ -45,6 +45,8 @@ async def call(
         raise error.cause from error
     except RayActorError as error:
         raise lost(": ".join(filter(None, [f"{name} died", reason(error)]))) from error
+    except OutOfMemoryError as error:  # Ray ended it, for lack of memory on its machine; no RayActorError
+        raise lost(f"{name} died: {str(error).strip().splitlines()[0]}") from error
     except TimeoutError as error:
         raise lost(f"{name} did not answer within {timeout_s:g} s: its process is stuck or stopped") from error
 

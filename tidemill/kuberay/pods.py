@@ -55,6 +55,8 @@ ENVIRONMENT = {
     # KubeRay has Ray stop the job of a RayJob that is deleted: SIGTERM, and without this SIGKILL 3 s later.
     "RAY_JOB_STOP_WAIT_TIME_S": str(GRACE_S),
     "RAY_USAGE_STATS_ENABLED": "0",
+    # What a killed engine leaves behind in its pod must not keep the GPU from the next one.
+    "RAY_process_group_cleanup_enabled": "true",
     "TIDEMILL_CACHE": f"{WORK}/cache",
     "TIDEMILL_SCRATCH": RUNS,
 }

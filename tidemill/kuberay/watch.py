@@ -124,7 +124,8 @@ class Watcher:
             self.release(number, error)
             if not isinstance(error, RunError) or number >= last or visit.stopping is not None:
                 raise error
-            self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {error}"))
+            cause, *_ = str(error).splitlines()
+            self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {cause}"))
             self.post(failure=f"attempt {number}: {error}")
             number += 1
             self.refuse_without_budget()
