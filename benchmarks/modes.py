@@ -98,9 +98,10 @@ def main() -> None:
     parser.add_argument("--config", default="examples/addition.yaml")
     parser.add_argument("--output", type=Path, default=Path("runs/modes"))
     parser.add_argument("--images", type=Path, help="folder for the timelines")
+    parser.add_argument("--table", action="store_true", help="run nothing, show what has finished")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    for mode in arguments.modes or MODES:
+    for mode in () if arguments.table else arguments.modes or MODES:
         run(mode, arguments.config, arguments.steps, arguments.output, arguments.set)
     finished = [done for mode in MODES if (done := Finished.newest(mode, arguments.output)) is not None]
     print(HEAD, "|" + "---|" * (HEAD.count("|") - 1), *(one.line() for one in finished), sep="\n")
