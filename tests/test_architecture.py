@@ -16,7 +16,7 @@ HEAVY = ("torch", "ray", "vllm", "kfp", "mlflow")
 
 # Lowest first: a module may import from its own layer and from those below. The longest matching prefix counts.
 LAYERS = (
-    ("tidemill", "tidemill.arguments", "tidemill.chatter", "tidemill.cron", "tidemill.errors", "tidemill.records"),
+    ("tidemill", "tidemill.chatter", "tidemill.errors", "tidemill.records"),
     ("tidemill.sections", "tidemill.config", "tidemill.run_file", "tidemill.failure", "tidemill.verl"),
     (
         "tidemill.protocols",
@@ -37,24 +37,13 @@ LAYERS = (
         "tidemill.store",
         "tidemill.sync",
         "tidemill.train",
-        "tidemill.preflight",
-        "tidemill.request",
-        "tidemill.scoring",
         "tidemill.fakes",
     ),
     ("tidemill.actors",),
     ("tidemill.run",),
-    ("tidemill.provider", "tidemill.steps", "tidemill.ends", "tidemill.renewal", "tidemill.sweep"),
-    (
-        "tidemill.attendance",
-        "tidemill.interrupt",
-        "tidemill.job",
-        "tidemill.launch",
-        "tidemill.outcome",
-        "tidemill.remote",
-        "tidemill.run_folder",
-        "tidemill.submission",
-    ),
+    ("tidemill.pipeline",),
+    ("tidemill.job", "tidemill.local"),
+    ("tidemill.command",),
     ("tidemill.cli",),
     ("tidemill_components",),
     ("tidemill_pipelines",),
@@ -130,9 +119,7 @@ def test_imports_point_downwards(module: str) -> None:
 def test_every_module_has_a_layer_of_its_own_name() -> None:
     unplaced = [module for module in MODULES if module != "tidemill" and rank(module) == RANK["tidemill"]]
     assert sorted(unplaced) == [
-        "tidemill.arguments",
         "tidemill.chatter",
-        "tidemill.cron",
         "tidemill.errors",
         "tidemill.records",
     ]

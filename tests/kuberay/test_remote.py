@@ -10,8 +10,8 @@ import pytest
 from kuberay_rig import Rig
 from rich.console import Console
 
-from tidemill import remote
-from tidemill.arguments import parse
+from tidemill.command import remote
+from tidemill.command.arguments import parse
 from tidemill.errors import ConfigError, RewardError, RunError
 from tidemill.kuberay.cluster import PODS, Cluster
 from tidemill.kuberay.names import STOP, attempt_of

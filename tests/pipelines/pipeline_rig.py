@@ -61,7 +61,7 @@ def score_model(config, path):
     return Evaluation(0, value, (Answer("w5 w6", "w7", "7", value), Answer("w8", "w7", "9", value)), {})
 
 module("tidemill.run", train=train)
-module("tidemill.scoring", score_model=score_model)
+module("tidemill.rollout.scoring", score_model=score_model)
 '''
 
 

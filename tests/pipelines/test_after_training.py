@@ -14,9 +14,9 @@ from tiny_model import make_tiny_model
 from tidemill.config import RunConfig
 from tidemill.observe.events import read_events
 from tidemill.observe.report import Sample, Summary
+from tidemill.pipeline.steps import evaluate, excerpt, provision, register, teardown, track_evaluation
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import load_config
-from tidemill.steps import evaluate, excerpt, provision, register, teardown, track_evaluation
 from tidemill.store.locate import Locator
 from tidemill.store.server import open_store, store_folder
 from tidemill.store.tracking import Tracker, history, make_client, tracking_uri

@@ -12,16 +12,16 @@ import pytest
 import yaml
 from tiny_model import make_tiny_model
 
+from tidemill.local.run_folder import exclusive
 from tidemill.observe.report import Summary
 from tidemill.run_file import load_config
-from tidemill.run_folder import exclusive
 
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
 TIMEOUT_S = 240
 SCRIPT = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from tidemill.attendance import attend
+from tidemill.local.attendance import attend
 from tidemill.errors import TidemillError, RunError
 from tidemill.observe.events import EventLog, StepFinished
 from tidemill.observe.report import Summary

@@ -10,8 +10,10 @@ import pytest
 from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill import __version__
-from tidemill.arguments import parse
-from tidemill.cli import COMMANDS, free_port, main, output_override
+from tidemill.cli import COMMANDS, main
+from tidemill.command.arguments import parse
+from tidemill.command.models import free_port
+from tidemill.command.runs import output_override
 from tidemill.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +191,7 @@ def test_output_of_a_new_run_is_where_it_is_started(tmp_path: Path, capsys: pyte
 
 QUIET = """
 import os, subprocess, sys
-from tidemill.cli import quiet
+from tidemill.command.models import quiet
 try:
     with quiet({debug}):
         print("chatter", flush=True)

@@ -21,10 +21,10 @@ from rich.console import Console
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.failure import Failure
-from tidemill.launch import start
-from tidemill.outcome import keep_ray_logs, program, report, say_full, shown, tail_of
+from tidemill.local.launch import start
+from tidemill.local.outcome import keep_ray_logs, program, report, say_full, shown, tail_of
+from tidemill.local.run_folder import begin, earlier, exclusive, fresh
 from tidemill.run_file import load_config
-from tidemill.run_folder import begin, earlier, exclusive, fresh
 from tidemill.store.checkpoint import open_checkpoints
 
 ROOT = Path(__file__).parents[2]

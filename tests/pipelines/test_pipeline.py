@@ -15,8 +15,8 @@ import yaml
 from tidemill_pipelines import tasks as pods
 
 import tidemill
-from tidemill.arguments import PIPELINES
 from tidemill.cli import main
+from tidemill.command.arguments import PIPELINES
 from tidemill.sections import KubernetesConfig
 
 ROOT = Path(__file__).parents[2]

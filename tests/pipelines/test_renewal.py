@@ -8,8 +8,8 @@ import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, DataError
-from tidemill.renewal import begin_renewal, name_of, new_prompts
-from tidemill.request import Request
+from tidemill.pipeline.renewal import begin_renewal, name_of, new_prompts
+from tidemill.pipeline.request import Request
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
 
 

@@ -10,7 +10,7 @@ import pytest
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.observe.links import links
-from tidemill.request import Request
+from tidemill.pipeline.request import Request
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
 

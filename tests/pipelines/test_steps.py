@@ -25,10 +25,10 @@ from tidemill.errors import ConfigError, DataError, RewardError, RunError, Store
 from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.observe.report import Summary
-from tidemill.preflight import check_model, check_room, rooms
+from tidemill.pipeline.preflight import check_model, check_room, rooms
+from tidemill.pipeline.steps import seconds_by_step
 from tidemill.run_file import parse_config
 from tidemill.sections import SyncConfig
-from tidemill.steps import seconds_by_step
 from tidemill.store.checkpoint import open_checkpoints
 
 BAD = "name: probe"

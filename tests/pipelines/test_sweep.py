@@ -11,8 +11,8 @@ import pytest
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.observe.report import Summary
-from tidemill.request import Request
-from tidemill.sweep import MOST, Outcome, begin_sweep, table, variants
+from tidemill.pipeline.request import Request
+from tidemill.pipeline.sweep import MOST, Outcome, begin_sweep, table, variants
 
 SUMMARY = Summary(3, 0.25, 0.5, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None)
 

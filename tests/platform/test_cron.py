@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tidemill.cron import Cron, next_times
+from tidemill.command.cron import Cron, next_times
 from tidemill.errors import ConfigError
 
 NOW = datetime(2026, 11, 29, 23, 50, tzinfo=UTC)  # a Sunday

@@ -26,7 +26,7 @@ class ScorerActor:
 
     async def score(self, model: str) -> Evaluation:
         """Bring the model to this pod and answer the held-out prompts; see `scoring.answer_held_out`."""
-        from tidemill.scoring import answer_held_out
+        from tidemill.rollout.scoring import answer_held_out
         from tidemill.store.locate import Locator
 
         with TemporaryDirectory(prefix="tidemill-model-") as folder:

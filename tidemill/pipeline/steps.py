@@ -22,9 +22,9 @@ from tidemill.failure import recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
 from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, render
-from tidemill.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
+from tidemill.pipeline.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
+from tidemill.pipeline.provider import provider_of
 from tidemill.protocols import Evaluation, evaluation_from_json
-from tidemill.provider import provider_of
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
 

@@ -18,14 +18,14 @@ from rich.text import Text
 from tidemill.chatter import diverted
 from tidemill.cluster.processes import adopt_orphans
 from tidemill.config import RunConfig
-from tidemill.interrupt import interruptible, undisturbed
-from tidemill.launch import INTERRUPTED, clean_up
+from tidemill.local.interrupt import interruptible, undisturbed
+from tidemill.local.launch import INTERRUPTED, clean_up
+from tidemill.local.outcome import program, say_full, say_interrupted, show, shown
+from tidemill.local.run_folder import begin, exclusive
 from tidemill.observe.events import read_events
 from tidemill.observe.progress import show_events
 from tidemill.observe.report import Summary
-from tidemill.outcome import program, say_full, say_interrupted, show, shown
-from tidemill.preflight import check_cluster, check_inputs, check_model, check_restart, check_tracking
-from tidemill.run_folder import begin, exclusive
+from tidemill.pipeline.preflight import check_cluster, check_inputs, check_model, check_restart, check_tracking
 
 Train = Callable[[RunConfig], Summary]
 NOT_SCORED = "train does not score at the end"

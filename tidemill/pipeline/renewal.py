@@ -15,11 +15,11 @@ from pathlib import Path
 import yaml
 
 from tidemill.config import RunConfig
-from tidemill.ends import begin
 from tidemill.errors import ConfigError, DataError
-from tidemill.request import Request
+from tidemill.pipeline.ends import begin
+from tidemill.pipeline.request import Request
+from tidemill.pipeline.steps import step
 from tidemill.run_file import parse_config
-from tidemill.steps import step
 from tidemill.store.object_store import parse_uri
 from tidemill.store.registry import champion_version, last_prompts, note_prompts
 from tidemill.store.server import open_store

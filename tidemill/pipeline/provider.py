@@ -12,7 +12,7 @@ from tidemill.cluster.local import LocalCluster
 from tidemill.config import RunConfig
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
-from tidemill.preflight import check_cluster, check_room, count_weights
+from tidemill.pipeline.preflight import check_cluster, check_room, count_weights
 from tidemill.protocols import Evaluation
 from tidemill.store.locate import Locator, locate_model
 
@@ -87,7 +87,7 @@ def provider_of(config: RunConfig) -> Provider:
 
 def score(config: RunConfig, model: str) -> Evaluation:
     """Greedy answers of a model, wherever it lies, to the run's held-out prompts, from an engine in this process."""
-    from tidemill.scoring import score_model
+    from tidemill.rollout.scoring import score_model
 
     with TemporaryDirectory(prefix="tidemill-model-") as folder:
         return score_model(config, Locator.of(config).bring(model, Path(folder)).path)

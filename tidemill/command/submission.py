@@ -18,14 +18,14 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from tidemill.command.cron import Cron, next_times
 from tidemill.config import RunConfig
-from tidemill.cron import Cron, next_times
 from tidemill.errors import ConfigError, RunError
 from tidemill.kuberay.show import manifests
-from tidemill.request import Request, mark
+from tidemill.pipeline.request import Request, mark
+from tidemill.pipeline.sweep import variants
 from tidemill.run_file import load_config
 from tidemill.store.inputs import local_files, ship
-from tidemill.sweep import variants
 
 SERVICE = "tidemill_pipelines.service"
 ENDPOINT = "KF_PIPELINES_ENDPOINT"

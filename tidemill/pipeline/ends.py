@@ -7,9 +7,9 @@ from pathlib import Path
 from tidemill.errors import ConfigError, StoreError
 from tidemill.kuberay.release import release_this_pipeline
 from tidemill.observe.links import links
-from tidemill.request import Request
-from tidemill.steps import teardown, validate
-from tidemill.sweep import variants as split
+from tidemill.pipeline.request import Request
+from tidemill.pipeline.steps import teardown, validate
+from tidemill.pipeline.sweep import variants as split
 
 
 def begin(request: Request, page: str) -> str:

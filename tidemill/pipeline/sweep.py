@@ -15,10 +15,8 @@ from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.observe.links import links
 from tidemill.observe.report import Summary
-from tidemill.protocols import evaluation_from_json
-from tidemill.request import Request, renamed
-from tidemill.run_file import parse_config
-from tidemill.steps import (
+from tidemill.pipeline.request import Request, renamed
+from tidemill.pipeline.steps import (
     Pointer,
     curves,
     register,
@@ -29,6 +27,8 @@ from tidemill.steps import (
     validate,
     with_times,
 )
+from tidemill.protocols import evaluation_from_json
+from tidemill.run_file import parse_config
 
 MOST = 32
 """Variants of one sweep: each is five pods of KFP besides its cluster."""

@@ -14,7 +14,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import DataError
 from tidemill.failure import Failure
 from tidemill.observe.report import Summary, render
-from tidemill.preflight import nearest_folder
+from tidemill.pipeline.preflight import nearest_folder
 
 FULL_BYTES = 2**28  # so little is left of a disk that is full but for what a failed step gave back
 

@@ -25,12 +25,12 @@ from tidemill.cluster.processes import adopt_orphans, collect_orphans, end_desce
 from tidemill.config import RunConfig
 from tidemill.errors import DataError
 from tidemill.failure import Failure
-from tidemill.interrupt import interruptible, undisturbed
+from tidemill.local.interrupt import interruptible, undisturbed
+from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say_interrupted, shown
+from tidemill.local.run_folder import begin, exclusive, fresh, label
 from tidemill.observe.events import read_events
 from tidemill.observe.progress import show_events
-from tidemill.outcome import elsewhere, keep_ray_logs, program, report, say_interrupted, shown
-from tidemill.run_folder import begin, exclusive, fresh, label
-from tidemill.steps import teardown
+from tidemill.pipeline.steps import teardown
 from tidemill.store.inputs import ship
 from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server

@@ -1,0 +1,1 @@
+"""The commands of `tidemill`, by where they act; `cli.py` calls them."""

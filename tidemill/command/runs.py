@@ -1,0 +1,87 @@
+"""The commands for runs on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from tidemill.command.need import need_kfp
+from tidemill.errors import ConfigError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The whole pipeline."""
+    from rich.console import Console
+
+    from tidemill.local.launch import go_on, start
+    from tidemill.local.run_folder import earlier
+    from tidemill.run_file import load_config
+
+    need_kfp()
+    if arguments.resume:
+        config = earlier(arguments.resume, Path(arguments.output or "runs"), resumed_overrides(arguments))
+        return go_on(config, Console())
+    if arguments.file:
+        return start(load_config(arguments.file, [*arguments.overrides, *output_override(arguments)]), Console())
+    raise ConfigError("file", None, "a run file, or --resume NAME", "For example: tidemill run examples/addition.yaml")
+
+
+def resumed_overrides(arguments: argparse.Namespace) -> list[str]:
+    """Settings behind `--resume`, where the first one stands in the place of the file.
+
+    Raises:
+        ConfigError: it is a file.
+    """
+    first = [] if arguments.file is None else [arguments.file]
+    if first and ("=" not in first[0] or Path(first[0]).is_file()):
+        fix = f"`tidemill run --resume {arguments.resume}` reads the settings that the run was started with."
+        raise ConfigError("file", first[0], "a file or --resume, not both", fix)
+    return [*first, *arguments.overrides]
+
+
+def output_override(arguments: argparse.Namespace) -> list[str]:
+    """`--output` as a setting.
+
+    Raises:
+        ConfigError: the setting is there too.
+    """
+    if arguments.output is None:
+        return []
+    if any(override.partition("=")[0] == "output" for override in arguments.overrides):
+        raise ConfigError("output", arguments.output, "either --output or output=, not both", "Leave one of them out.")
+    return [f"output={json.dumps(arguments.output)}"]
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """The engine alone."""
+    from tidemill.run_file import load_config
+
+    provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
+    config = load_config(arguments.file, [*provider, *arguments.overrides])
+    from tidemill.local.attendance import attend
+    from tidemill.run import train as run_train
+    from tidemill.store.locate import pin_model
+
+    return attend(pin_model(config), run_train, debug=arguments.debug)
+
+
+def timeline(arguments: argparse.Namespace) -> int:
+    """The picture of a run, or its trace."""
+    from tidemill.observe.events import read_events
+    from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
+
+    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
+    events = folder / "events.jsonl"
+    if not events.is_file():
+        raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", f"There is no {events}.")
+    activities = last_steps(newest_attempt(read_events(events)), arguments.last)
+    path = Path(arguments.output or folder / "timeline.svg")
+    draw = {".svg": svg, ".json": trace}.get(path.suffix)
+    if draw is None:
+        raise ConfigError("output", str(path), "a name that ends in .svg or .json", "The end chooses the format.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(draw(activities), encoding="utf-8")
+    print(f"wrote {path}: {len(activities)} steps, engines generate during {overlap(activities):.0%} of the updates")
+    return 0

@@ -1,0 +1,1 @@
+"""A run on this machine, from the first line on the screen to the last process."""
