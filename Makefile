@@ -99,7 +99,7 @@ lock-gpu: $(UV)  ## Write constraints-gpu.txt again: the versions of the gpu ima
 	@sed -n '/^#/p' constraints-gpu.txt | cat - constraints-gpu.lock > constraints-gpu.new
 	@mv constraints-gpu.new constraints-gpu.txt && rm constraints-gpu.lock constraints-gpu.in
 
-images:  ## Build the images cpu and pipelines with docker; BUILDER='buildah bud --layers' takes buildah
+images:  ## Build the images cpu and pipelines with docker; BUILDER='buildah bud' takes buildah
 	$(BUILDER) --target pipelines --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-python:$(VERSION) .
 	$(BUILDER) --target cpu --build-arg REVISION=$(REVISION) -t $(IMAGES)tidemill-cpu:$(VERSION) .
 
