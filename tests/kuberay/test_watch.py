@@ -154,6 +154,9 @@ def test_a_failure_that_comes_again_uses_up_the_restarts(rig: Rig) -> None:
     with pytest.raises(RunError, match="lost 2"):
         rig.watcher().follow(first)
     assert rig.left() == []
+    with pytest.raises(ClusterError, match="lost 2"):
+        rig.watcher().follow(first)  # KFP tries the step again
+    assert rig.made == [rig.job(1), rig.job(2)]
 
 
 def test_a_failure_that_would_come_again_ends_the_run_with_its_traceback(rig: Rig) -> None:
@@ -362,8 +365,10 @@ def test_the_budget_counts_all_attempts_and_outlives_the_watcher(rig: Rig) -> No
     with pytest.raises(ClusterError, match="budget of 1 GPU hours"):
         rig.watcher().follow(first)
     assert budget.load(rig.store, rig.config.name).hours == pytest.approx(1.0 + 2 * 900 / 3600, abs=0.05)
-    with pytest.raises(ClusterError, match="Raise it to go on"):
+    with pytest.raises(ClusterError, match="budget of 1 GPU hours"):
         rig.watcher().follow(first)
+    with pytest.raises(ClusterError, match="Raise it to go on"):
+        rig.watcher().provision()
 
 
 def test_an_api_server_that_is_away_for_minutes_does_not_end_the_run(rig: Rig) -> None:

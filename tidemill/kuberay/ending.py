@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.errors import ClusterError, RunError, TidemillError
+from tidemill.errors import ClusterError, RunError, StoreError, TidemillError
 from tidemill.failure import Failure
 from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.cluster import PODS, labels_of, name_of
@@ -14,8 +14,6 @@ from tidemill.observe.report import Summary
 from tidemill.store.attempt import Attempt
 
 TAIL_LINES = 30
-WATCH = "watch"
-"""Name of the step in a failure that the watcher records for an attempt."""
 
 
 class Lost(Exception):
@@ -49,23 +47,29 @@ class Ending:
             return remote(failure)
         reason = state.fatal or f"the driver ended without a result: {state.progress}"
         if state.phase is Phase.GONE:
-            return self.gone(attempt)
+            name = job_name(self.attempts.config.name, attempt.number)
+            return ClusterError(
+                f"RayJob {name} was deleted from outside, as by `tidemill stop --now`. Submit the run again to go on "
+                "from its newest checkpoint."
+            )
         log = self.last_words(attempt.number) if state.phase in (Phase.RUNNING, Phase.FAILED) else ""
         told = f"{reason}\n{log}" if log else reason
         if state.passing or (state.fatal is None and state.phase is not Phase.SUCCEEDED):
             return RunError(told)
         return ClusterError(told)
 
-    def gone(self, attempt: Attempt) -> ClusterError:
-        """Someone deleted the RayJob; that is recorded, so that a step that is tried again does not undo it."""
-        name = job_name(self.attempts.config.name, attempt.number)
-        told = (
-            f"RayJob {name} was deleted from outside, as by `tidemill stop --now`. Submit the run again to go on from "
-            "its newest checkpoint."
-        )
-        record = Failure(WATCH, "ClusterError", told, expected=True, passing=False, origin="", trace="")
-        self.attempts.store.put_bytes(attempt.failure, record.to_json().encode())
-        return ClusterError(told)
+    def give_up(self, attempt: Attempt, error: TidemillError) -> None:
+        """Record that no attempt follows, so that a step that is tried again says the same and begins none."""
+        try:
+            self.attempts.store.put_bytes(attempt.verdict, str(error).encode())
+        except StoreError as unrecorded:
+            error.add_note(f"This could not be recorded, so another try of the step begins anew: {unrecorded}")
+
+    def verdict(self, attempt: Attempt) -> ClusterError | None:
+        """What `give_up` recorded."""
+        if not self.attempts.store.exists(attempt.verdict):
+            return None
+        return ClusterError(self.attempts.store.get_bytes(attempt.verdict).decode())
 
     def last_words(self, number: int) -> str:
         """The end of the driver's log, from the pod that follows it, else of the head's."""

@@ -16,7 +16,7 @@ from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.board import Board
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of
-from tidemill.kuberay.ending import WATCH, Ending
+from tidemill.kuberay.ending import Ending
 from tidemill.kuberay.mirror import Mirror, Screen
 from tidemill.kuberay.names import HEARTBEAT, STOP, attempt_of, job_name, selector
 from tidemill.kuberay.state import JobState, Phase, assess, seconds
@@ -87,8 +87,15 @@ class Watcher:
         return Ending(self.attempts)
 
     def provision(self) -> int:
-        """The number of the attempt under way; where there is none, the next one is begun."""
-        number = self.attempts.under_way() or self.attempts.begin_next()
+        """The number of the attempt under way; where there is none, the next one is begun.
+
+        Raises:
+            ClusterError: the budget is used up.
+        """
+        number = self.attempts.under_way()
+        if number is None:
+            self.refuse_without_budget()
+            number = self.attempts.begin_next()
         where = "\n".join(f"{what}: {where}" for what, where in cluster_rows(self.config))
         self.post(attempt=number, phase=Phase.STARTING, links=where, error=None)
         return number
@@ -104,16 +111,16 @@ class Watcher:
             TidemillError: it failed, and another would too; it was deleted, or out of budget.
         """
         try:
-            summary = self.followed(self.entry(first))
+            summary = self.followed(first, self.entry(first))
         except TidemillError as error:
             self.post_end(error)
             raise
         self.post(phase=Phase.SUCCEEDED, progress=None, step=summary.steps, error=None)
         return summary
 
-    def followed(self, number: int) -> Summary:
+    def followed(self, first: int, number: int) -> Summary:
         """The end of an attempt or of one of those after it."""
-        last = number + self.config.kubernetes.max_restarts
+        last = first + self.config.kubernetes.max_restarts
         while True:
             visit = self.visit(number)
             state = self.attend(visit)
@@ -123,6 +130,7 @@ class Watcher:
             error = self.ending.explain(visit.attempt, state)
             self.release(number, error)
             if not isinstance(error, RunError) or number >= last or visit.stopping is not None:
+                self.ending.give_up(visit.attempt, error)
                 raise error
             cause, *_ = str(error).splitlines()
             self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {cause}"))
@@ -146,16 +154,17 @@ class Watcher:
         """Which attempt to watch: the live one, the one that ended meanwhile, or a new one.
 
         Raises:
-            TidemillError: a person ended the run.
+            ClusterError: an earlier try of this step gave the run up.
         """
         number = self.attempts.live()
         if number is not None:
             return number
         last = max(first, self.attempts.last())
-        failure = self.ending.failure(Attempt(self.config.name, last))
-        if failure is not None and failure.step == WATCH:
-            raise ClusterError(failure.message)
-        if failure is None and self.ending.result(Attempt(self.config.name, last)) is not None:
+        newest = Attempt(self.config.name, last)
+        verdict = self.ending.verdict(newest)
+        if verdict is not None:
+            raise verdict
+        if self.ending.failure(newest) is None and self.ending.result(newest) is not None:
             return last
         self.refuse_without_budget()
         self.attempts.begin(last + 1)

@@ -4,6 +4,7 @@ runs/NAME/attempts/2/events/000000004096.jsonl      segments of growing files, b
 runs/NAME/attempts/2/log/000000000000.txt
 runs/NAME/attempts/2/stop.json                      asks it to end after the step under way
 runs/NAME/attempts/2/summary.json, evaluation.json  how it ended; or failure.json
+runs/NAME/attempts/2/verdict.txt                    why no other attempt follows
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Attempt:
     def failure(self) -> str:
         """`failure.Failure`, where the attempt failed."""
         return f"{self.prefix}/failure.json"
+
+    @property
+    def verdict(self) -> str:
+        """Why no attempt follows this one, in words, where its watcher has decided that."""
+        return f"{self.prefix}/verdict.txt"
 
     def ask_to_stop(self, store: ObjectStore, reason: str) -> None:
         """Have the attempt end after the step under way."""
