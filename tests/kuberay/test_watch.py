@@ -156,7 +156,7 @@ def test_a_failure_that_comes_again_uses_up_the_restarts(rig: Rig) -> None:
     assert rig.left() == []
     with pytest.raises(ClusterError, match="lost 2"):
         rig.watcher().follow(first)  # KFP tries the step again
-    assert rig.made == [rig.job(1), rig.job(2)]
+    assert rig.made() == [rig.job(1), rig.job(2)]
 
 
 def test_a_failure_that_would_come_again_ends_the_run_with_its_traceback(rig: Rig) -> None:
