@@ -69,7 +69,7 @@ class Finished:
             f"{s.metrics['staleness/mean']:.2f}, {s.max_age}",
             f"{s.metrics['staleness/partial_ratio']:.1%}",
             ", ".join(f"{count} {reason}" for reason, count in s.dropped.items()) or "0",
-            f"{s.held_out_before or 0:.2f} to {s.held_out_after or 0:.2f}",
+            " to ".join("-" if score is None else f"{score:.2f}" for score in (s.held_out_before, s.held_out_after)),
         ]
         return f"| {' | '.join(cells)} |"
 
