@@ -60,8 +60,8 @@ def test_math_verify_judges_in_any_thread(response: str, answer: str, expected: 
 
 
 def test_reasoning_gym_scores_by_the_entry_and_prefers_the_tagged_answer() -> None:
-    source = "reasoning_gym://basic_arithmetic"
-    row = load_rows(source, DataConfig(train=source, options={"size": 1, "seed": 1}))[0]
+    source = "reasoning_gym://basic_arithmetic?size=1&seed=1"
+    row = load_rows(source, DataConfig(train=source))[0]
     answer, extra = row["answer"], {"entry": row["entry"]}
     assert reward("reasoning_gym", f" {answer}\n", answer, **extra) == 1.0
     assert reward("reasoning_gym", f"I think\n<answer>{answer}</answer>", answer, **extra) == 1.0

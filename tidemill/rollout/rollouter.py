@@ -306,7 +306,10 @@ class Rollouter:
         self._engines.forgive()
         for flight in list(self._flights.values()):
             if flight.stage == "generating" and self._admission.too_old(flight.version):
-                self._outlasted(flight)
+                if self.config.asynchrony.staleness_strategy == "drop":  # it may just have waited in the engine
+                    self._abandon(flight, "stale")
+                else:
+                    self._outlasted(flight)
         self._wake.set()
 
     async def mark_trained(self, uids: Sequence[int]) -> None:
