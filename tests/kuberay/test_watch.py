@@ -52,11 +52,12 @@ def test_provision_twice_makes_one_job(rig: Rig) -> None:
 def test_a_killed_watcher_attaches_and_shows_every_step_once(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
-    rig.clock.after(30, lambda: rig.steps(1, 1))
+    ends: list[int] = []
+    rig.clock.after(30, lambda: ends.append(rig.steps(1, 1)))
     rig.clock.after(40, killed)
     with pytest.raises(Killed):
         rig.watcher().follow(first)
-    rig.clock.after(10, lambda: rig.steps(1, 2, offset=rig.steps(1, 1)))
+    rig.clock.after(10, lambda: rig.steps(1, 2, offset=ends[0]))
     rig.clock.after(30, rig.succeeds)
     rig.watcher().follow(first)
     assert rig.cluster.made.count(rig.job()) == 1

@@ -65,9 +65,9 @@ async def references() -> set[bytes]:
 async def test_control_calls_pass_a_crowd_of_waiters() -> None:
     queue = start_queue(1, 1, "block", max_waiting=2)
     waiting = [asyncio.create_task(queue.put([group(i, 1)], 20)) for i in range(12)]
-    while (await asyncio.wait_for(queue.stats(), 5))["depth"] < 1:
+    while (await asyncio.wait_for(queue.stats(), 15))["depth"] < 1:
         await asyncio.sleep(0.01)
-    await asyncio.wait_for(queue.close(), 5)
+    await asyncio.wait_for(queue.close(), 15)
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results].count(RunError) == 11
 
