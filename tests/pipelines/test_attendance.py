@@ -17,7 +17,7 @@ from tidemill.observe.report import Summary
 from tidemill.run_file import load_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
-TIMEOUT_S = 240
+TIMEOUT_S = 480
 SCRIPT = """
 import os, signal, subprocess, sys
 from pathlib import Path

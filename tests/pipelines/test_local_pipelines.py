@@ -16,7 +16,7 @@ from tidemill.run_file import load_config
 from tidemill.store.registry import champion_version, last_prompts, model_version
 from tidemill.store.tracking import make_client, tracking_uri
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from tidemill.run_file import load_config
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.tracking import make_client, tracking_uri
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("default")]
 STEPS, BATCH, EVERY = 30, 4, 2
-TIMEOUT_S = 240
+TIMEOUT_S = 480
 REWARD = """
 def even(response, *, prompt, answer, extra):
     if prompt == "w90 w91":
