@@ -75,7 +75,8 @@ def local_ray() -> Iterator[None]:
     import ray
 
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "true")  # as `cluster.local` does
-    here = {"env_vars": {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}}
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    here = {"env_vars": {"PYTHONPATH": os.pathsep.join(folders)}}  # where a worker finds the actor's class
     ray.init(
         "local",
         num_cpus=2,

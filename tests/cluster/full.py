@@ -44,6 +44,7 @@ def settings(platform: Platform, folder: Path) -> dict[str, Any]:
     tree: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
     place = f"{platform.namespace}.svc.cluster.local"
     small = {"cpus": 0.3, "memory_gib": 6, "shared_memory_gib": 2}
+    large = small | {"memory_gib": 8}  # a rank restores its state beside the weights that it loaded
     tree |= {
         "name": NAME,
         "output": str(folder / "runs"),
@@ -64,7 +65,7 @@ def settings(platform: Platform, folder: Path) -> dict[str, Any]:
         "trainer_priority_class": f"tidemill-trainer{platform.suffix}",
         "rollout_priority_class": f"tidemill-rollout{platform.suffix}",
         "head": {"cpus": 0.2, "memory_gib": 4},
-        "trainer": small,
+        "trainer": large,
         "rollout": small,
         "start_timeout_s": 900,
         "keep_s": 0,
