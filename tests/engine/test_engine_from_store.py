@@ -54,7 +54,7 @@ async def test_an_engine_computes_what_was_published_through_the_store(tmp_path:
         return rank.score(tokens)
 
     with open_store(run.store, run.output) as store:
-        rank.load()
+        rank.load(None)
         await engine.start()
         try:
             outbox = StoreOutbox(publish, republish, store, weights_prefix(run.name))
