@@ -166,10 +166,13 @@ def test_all_steps_use_the_image_of_the_form_and_install_nothing(name: str) -> N
 def test_no_secret_is_in_a_pipeline_and_keys_come_by_reference(name: str) -> None:
     keys = [{"envVar": "TIDEMILL_S3_ACCESS_KEY", "secretKey": "access_key"}]
     keys += [{"envVar": "TIDEMILL_S3_SECRET_KEY", "secretKey": "secret_key"}]
+    account = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
     for step, executor in executors(name).items():
-        [secret] = executor["secretAsEnv"]
-        assert secret["keyToEnv"] == keys
+        secret, login = executor["secretAsEnv"]
+        assert (secret["keyToEnv"], secret["optional"]) == (keys, False)
         assert secret["secretNameParameter"]["componentInputParameter"] in inputs_around(name, step)
+        assert login["keyToEnv"] == [{"envVar": key, "secretKey": key} for key in account]
+        assert (login["secretName"], login["optional"]) == ("tidemill-mlflow-login", True)
     spec = yaml.safe_dump(documents(name)[0])
     assert "TIDEMILL_S3" not in spec and "env:" not in spec
 
