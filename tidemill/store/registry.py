@@ -173,7 +173,9 @@ def champion_version(config: RunConfig) -> str | None:
         StoreError: MLflow does not answer.
     """
     with answered(config) as client:
-        return None if (model := find_model(client, config)) is None else model.aliases.get(CHAMPION)
+        model = find_model(client, config)
+        version = None if model is None else model.aliases.get(CHAMPION)
+        return None if version is None else str(version)
 
 
 def last_prompts(config: RunConfig) -> str | None:
