@@ -103,6 +103,7 @@ def test_a_cluster_without_room_is_given_up_after_the_start_timeout_and_says_wha
     """Two runs of five GPUs each, of eight."""
     first = Bench(bench.admin, bench.steps, bench.store, bench.folder / "first")
     first.tensor_parallel_size = bench.tensor_parallel_size = 4
+    first.trainer_steps = 1000  # so that it holds its GPUs
     first.provision()
     try:
         first.until(lambda: len(first.pods()) >= 3 and all(pod["spec"].get("nodeName") for pod in first.pods()))

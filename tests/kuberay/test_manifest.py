@@ -83,7 +83,7 @@ def test_the_cluster_ends_whatever_happens() -> None:
     assert spec["shutdownAfterJobFinishes"] is True
     assert spec["ttlSecondsAfterFinished"] == 60
     assert spec["activeDeadlineSeconds"] == 5400
-    assert spec["preRunningDeadlineSeconds"] == 600
+    assert spec["preRunningDeadlineSeconds"] == 660  # the watcher comes first, at 600
 
 
 def test_the_head_does_no_work() -> None:

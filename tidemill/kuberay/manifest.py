@@ -56,6 +56,8 @@ ENTRYPOINT = "python3 -m tidemill.job"
 RANKS_PER_POD = 8
 SERVICES = 1000
 """Queue, rollouter and the like that trainer pods have room for: as good as any number."""
+WATCHER_FIRST_S = 60
+"""KubeRay's own deadline comes later than the watcher's, which can say what the pods wait for."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 IDLE_SECONDS = 60
 """An engine's pod that is idle for so long is given back, where the group is elastic."""
@@ -138,7 +140,7 @@ def job_spec(config: RunConfig, labels: Labels, told: Mapping[str, str]) -> RayJ
         backoff_limit=0,
         ttl_seconds_after_finished=settings.keep_s,
         active_deadline_seconds=math.ceil(settings.max_hours * 3600),
-        pre_running_deadline_seconds=settings.start_timeout_s,
+        pre_running_deadline_seconds=settings.start_timeout_s + WATCHER_FIRST_S,
         suspend=None if settings.queue is None else True,
         ray_cluster_spec=cluster_spec(config, labels, told),
     )
