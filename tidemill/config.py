@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from tidemill.errors import ConfigError
 from tidemill.sections import (
+    RANKS_PER_POD,
     AlgorithmConfig,
     AsynchronyConfig,
     CheckpointConfig,
@@ -289,7 +290,7 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
     if most is not None and most > engines and config.kubernetes.queue is not None:
         fix = "Kueue admits a run as a whole. Leave one of the two out."
         yield ConfigError("kubernetes.max_engines", most, "null with kubernetes.queue", fix)
-    if config.trainer.ranks > 8 and config.trainer.ranks % 8:
+    if config.trainer.ranks > RANKS_PER_POD and config.trainer.ranks % RANKS_PER_POD:
         yield ConfigError("trainer.ranks", config.trainer.ranks, "up to 8, or a multiple of 8", "A pod holds 8 ranks.")
 
 

@@ -43,6 +43,7 @@ from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation
 from tidemill.run import train
 from tidemill.run_file import parse_config
+from tidemill.sections import RANKS_PER_POD
 from tidemill.store.attempt import Attempt
 from tidemill.store.journal import JournalWriter
 from tidemill.store.lease import Claim, leased
@@ -51,7 +52,6 @@ from tidemill.store.server import open_store
 from tidemill.train.stop import Stop
 
 CONFIG, ATTEMPT, SCRATCH = "TIDEMILL_CONFIG", "TIDEMILL_ATTEMPT", "TIDEMILL_SCRATCH"
-RANKS_PER_POD = 8
 POLL_S = 5.0
 FAILED, MISUSED = 1, 2
 TERMINATED = "the head pod was told to end"

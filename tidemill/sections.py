@@ -17,6 +17,8 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 TAGGED_IMAGE = r"^[^\s:@]+(:\d+/[^\s:@]+)?(:\w[\w.-]{0,127}|@sha256:[0-9a-f]{64})$"
+RANKS_PER_POD = 8
+"""Trainer ranks in one pod at most, as GPUs in a machine."""
 OldLogProb = Literal["rollout", "version_start", "decoupled"]
 
 

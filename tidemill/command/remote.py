@@ -45,10 +45,7 @@ def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
         pod = driver_pod(cluster, arguments.run)
         if pod is not None and name_of(pod) not in seen:
             seen.add(name_of(pod))
-            lines = (
-                cluster.follow(name_of(pod)) if arguments.follow else cluster.log(name_of(pod), lines=10**6).split("\n")
-            )
-            for line in lines:
+            for line in lines_of(cluster, name_of(pod), follow=arguments.follow):
                 say(console, line)
         jobs = cluster.list(RAY_JOBS, selector(arguments.run))
         if pod is None and not jobs:

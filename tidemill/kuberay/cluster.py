@@ -48,7 +48,6 @@ NODES = Kind("", "v1", "nodes", namespaced=False)
 SECRETS = Kind("", "v1", "secrets")
 CONFIG_MAPS = Kind("", "v1", "configmaps")
 WORKFLOWS = Kind("argoproj.io", "v1alpha1", "workflows", belongs_to="Argo Workflows")
-CRDS = Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 
 
 class Cluster(Protocol):

@@ -48,12 +48,11 @@ from tidemill.kuberay.pods import (
     submitter_template,
     trainer_template,
 )
-from tidemill.sections import RolloutPod, TrainerPod
+from tidemill.sections import RANKS_PER_POD, RolloutPod, TrainerPod
 
 RAY_VERSION = "2.60.0"
 """Ray of the image and of whoever talks to it."""
 ENTRYPOINT = "python3 -m tidemill.job"
-RANKS_PER_POD = 8
 SERVICES = 1000
 """Queue, rollouter and the like that trainer pods have room for: as good as any number."""
 WATCHER_FIRST_S = 60
