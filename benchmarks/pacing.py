@@ -181,7 +181,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trigger", type=int, default=4, help="optimizer steps of a version")
     parser.add_argument("--engines", type=int, default=2, help="of 16 groups at once")
     parser.add_argument("--versions", type=int, default=40)
-    parser.add_argument("--warm-up", type=int, default=2, help="versions before the measurement begins")
     parser.add_argument("--epochs", nargs="+", type=int, default=[1, 5], help="how often a prompt is trained")
     parser.add_argument("--noise", type=float, default=0.3, help="sigma of a prompt's times, lognormal, over epochs")
     parser.add_argument("--seeds", type=int, default=2)
@@ -194,11 +193,8 @@ def main() -> None:
     table: list[Row] = []
     cases = itertools.product(args.epochs, args.tails, args.longest, args.ages, BALANCES)
     for epochs, tail, longest, age, balance in cases:
-        scenario = Scenario(
-            *(tail, longest, balance, args.batch, args.trigger, args.engines, args.versions, args.warm_up),
-            *(epochs, args.noise),
-            seed=0,
-        )
+        sizes = (args.batch, args.trigger, args.engines, args.versions)
+        scenario = Scenario(tail, longest, balance, *sizes, epochs, args.noise, seed=0)
         case = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}, epochs {epochs}"
         outcomes = measure(scenario, args.seeds, age)
         show(case, outcomes)

@@ -30,7 +30,6 @@ class Scenario:
         trigger: optimizer steps of a version.
         engines: that generate, each with so many groups at once as a run has by default.
         versions: to train.
-        warm_up: versions of those before the measurement begins.
         epochs: how often each prompt is trained; 1: the data is larger than what is generated.
         noise: deviation of the logarithm of a prompt's generation time from one epoch to another.
         seed: of the generation times, and of the order of the data.
@@ -43,7 +42,6 @@ class Scenario:
     trigger: int
     engines: int
     versions: int
-    warm_up: int
     epochs: int
     noise: float
     seed: int
@@ -64,6 +62,11 @@ class Scenario:
     @property
     def step_s(self) -> float:
         return self.balance * self.generate_s / self.trigger
+
+    @property
+    def warm_up(self) -> int:
+        """Versions before the measurement begins. With several epochs few: the first, which knows nothing, counts."""
+        return round((0.2 if self.epochs == 1 else 0.05) * self.versions)
 
     @property
     def occurrences(self) -> int:
