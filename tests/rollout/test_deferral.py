@@ -44,10 +44,10 @@ def test_a_long_prompt_starts_early_in_a_version_and_is_put_off_late_in_one() ->
     assert len(late) == 0
 
 
-def test_a_prompt_gets_half_as_much_again_as_it_took_but_never_more_than_the_longest() -> None:
-    assert deferral(r3=24.0, r4=60.0).choose([13, 15], now=35.0) == 15  # 36 s of 35
-    assert deferral(r3=24.0, r4=60.0).choose([13, 15], now=33.0) == 13
-    assert deferral(r3=24.0, r4=30.0).choose([13, 15], now=39.0) == 13
+def test_a_prompt_gets_twice_the_time_that_it_took_but_never_more_than_the_longest() -> None:
+    assert deferral(r3=20.0, r4=60.0).choose([13, 15], now=31.0) == 15  # 40 s of 39
+    assert deferral(r3=20.0, r4=60.0).choose([13, 15], now=29.0) == 13
+    assert deferral(r3=20.0, r4=30.0).choose([13, 15], now=39.0) == 13
 
 
 def test_where_the_trainer_waits_for_groups_its_last_batch_is_taken_when_the_last_of_them_is_finished() -> None:

@@ -22,9 +22,9 @@ import numpy as np
 
 from tidemill.sections import AsynchronyConfig
 
-# Responses vary, and may grow in training. A group that turns out too long is generated in vain; but where everything
-# is put off, the next version begins with more than can start early.
-MARGIN = 1.5
+# Responses vary, and may grow in training. A group that turns out too long is generated in vain; but where too much is
+# put off, the next version begins with more than can start early.
+MARGIN = 2.0
 
 
 class Deferral:
