@@ -58,7 +58,7 @@ class Admission:
     def next(self, under_way: Collection[int], now: float) -> int | None:
         """The occurrence that may start beside the given ones; None if there is no room, or nothing left to start.
 
-        It overtakes less than the groups of a version, and nothing for which the run would then have no place left: the
+        It passes over fewer than the groups of a version, and over none for which the run would have no place left: the
         run trains the occurrences that it would train in order.
         """
         if self.capacity(under_way) == 0:
