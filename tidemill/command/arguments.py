@@ -252,9 +252,11 @@ def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def pipeline_options(command: argparse.ArgumentParser) -> None:
     """What is told to KFP besides the run."""
-    command.add_argument("--variants", metavar="FILE", help="a sweep: a variant a line, its settings apart by spaces")
     command.add_argument(
-        "--prompts", metavar="URI", help="continual training with the new files of s3://BUCKET/PREFIX/"
+        "--variants", type=text, metavar="FILE", help="a sweep: a variant a line, its settings apart by spaces"
+    )
+    command.add_argument(
+        "--prompts", type=text, metavar="URI", help="continual training with the new files of s3://BUCKET/PREFIX/"
     )
     command.add_argument(
         "--endpoint", metavar="URL", help="KFP's API, http(s)://HOST:PORT (default: KF_PIPELINES_ENDPOINT)"
