@@ -83,6 +83,17 @@ def test_inputs_are_looked_at_before_a_model_is_scored(setting: str, capsys: pyt
     assert setting.partition("=")[2] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_reward_of_the_working_directory_is_found_by_the_installed_command(command: str, tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(response, *, prompt, answer, extra): return 1.0\n")
+    script = "import sys; sys.path.remove(''); from tidemill.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [command, EXAMPLE, "rewards.0.function=my_rewards:score", "model=nowhere"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "model 'nowhere': there is no such folder" in done.stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ConfigError):
         main(["--debug", "run", EXAMPLE, "trainer.stepz=3"])

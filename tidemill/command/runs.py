@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from tidemill.command.need import need_kfp
+from tidemill.command.need import need_kfp, need_working_folder
 from tidemill.errors import ConfigError
 
 
@@ -58,6 +58,7 @@ def train(arguments: argparse.Namespace) -> int:
     """The engine alone."""
     from tidemill.run_file import load_config
 
+    need_working_folder()
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
     config = load_config(arguments.file, [*provider, *arguments.overrides])
     from tidemill.local.attendance import attend
