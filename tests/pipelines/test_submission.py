@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from kfp_stub import RUN_ID, Kfp, serving
+from tidemill_pipelines.local import command
 from tidemill_pipelines.parameters import pairs, typed
 
 from tidemill.cli import main
@@ -208,6 +209,23 @@ def test_numbers_stay_numbers_and_wrong_parameters_are_named() -> None:
         typed("post_training", {"config": "", "engines": "four"})
     with pytest.raises(ValueError, match="sweep needs the parameter variants"):
         typed("sweep", {"config": ""})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "usage: python -m tidemill_pipelines.local"),
+        (["sweeps", "runs"], "PIPELINE being post_training, sweep, continual"),
+        (["sweep", "runs", "config=a.yaml"], "sweep needs the parameter variants"),
+        (["sweep", "runs", "a.yaml"], "'a.yaml' is not of the form NAME=VALUE"),
+    ],
+)
+def test_misuse_of_the_local_runner_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("keys")
