@@ -50,6 +50,11 @@ def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
         jobs = cluster.list(RAY_JOBS, selector(arguments.run))
         if pod is None and not jobs:
             raise without_pods(cluster, arguments.run)
+        if pod is None and not arguments.follow:
+            say(
+                console,
+                f"{arguments.run} has written nothing yet; `tidemill status {arguments.run}` says what it waits for",
+            )
         if not arguments.follow or not jobs:
             return 0
         time.sleep(FOLLOW_S)
@@ -125,6 +130,9 @@ def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console)
     if arguments.endpoint:
         more = reap(cluster, age, now, KfpRuns(arguments.endpoint).is_over, dry_run=dry)
         tell(console, [job for job in more if job not in reaped], dry_run=dry)
+        reaped = [*reaped, *more]
+    if not reaped:
+        say(console, f"nothing to delete in namespace {cluster.namespace}")
     if not dry:
         sweep(cluster, now)
     return 0
