@@ -121,6 +121,22 @@ def test_waiting_tells_success_from_failure(
     assert f"run addition-1a2b3c4d: {state}" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("keys")
+def test_store_that_is_not_seen_from_here_is_told_with_how_to_name_it(
+    kfp: Kfp, run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert main(["submit", run_file, f"store.endpoint={away}", "--endpoint", kfp.endpoint]) == 1
+        first = capsys.readouterr().err
+        assert main(["submit", run_file, "--store-endpoint", away, "--endpoint", kfp.endpoint]) == 1
+        second = capsys.readouterr().err
+    assert all(f"cannot be uploaded: bucket tidemill: no S3 answer from {away}" in error for error in (first, second))
+    assert "kubectl -n tidemill port-forward svc/store 9000" in first and "port-forward" not in second
+    assert kfp.runs == []
+
+
 def test_dry_run_shows_parameters_uploads_and_manifests_and_sends_nothing(
     kfp: Kfp, run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +183,9 @@ def test_schedules_are_listed_and_deleted_by_name(kfp: Kfp, run_file: str, capsy
     assert main(["schedule", "--delete", "nightly", *at]) == 1
     assert "no schedule 'nightly'; those there are: addition" in capsys.readouterr().err
     assert main(["schedule", "--delete", "addition", *at]) == 0
+    capsys.readouterr()
+    assert main(["schedule", "--list", *at]) == 0
+    assert capsys.readouterr().out == "KFP has no schedule\n"
     assert kfp.schedules == []
 
 
