@@ -94,7 +94,10 @@ def test_status_all_lists_runs_and_says_when_there_is_none(rig: Rig) -> None:
     assert rig.config.name in said(rig, remote.status, "status", "all")
 
 
-@pytest.mark.parametrize(("command", "words"), [(remote.status, ["status", "x"]), (remote.stop, ["stop", "x"])])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(remote.status, ["status", "x"]), (remote.stop, ["stop", "x"]), (remote.logs, ["logs", "x", "--follow"])],
+)
 def test_a_run_that_is_not_there_is_refused_with_those_that_are(rig: Rig, command: Command, words: list[str]) -> None:
     rig.watcher().provision()
     with pytest.raises(ConfigError, match=f"a run of namespace tidemill: {rig.config.name}"):
@@ -115,6 +118,17 @@ def test_stop_now_deletes_the_cluster(rig: Rig) -> None:
     assert rig.left() == []
 
 
+def test_stop_of_a_run_that_is_over_says_so_and_marks_nothing(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(60, rig.succeeds)
+    rig.watcher().follow(first)
+    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
+    assert STOP not in rig.operator.job(rig.job())["metadata"].get("annotations", {})
+    said(rig, remote.stop, "stop", rig.config.name, "--now")
+    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: succeeded\n"
+
+
 def test_logs_are_those_of_the_newest_attempt(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.logs[submitter(rig)] = "one\n[two]\n"
@@ -122,6 +136,8 @@ def test_logs_are_those_of_the_newest_attempt(rig: Rig) -> None:
 
 
 def test_logs_of_a_run_that_is_gone_say_where_they_are(rig: Rig) -> None:
+    rig.watcher().provision()
+    said(rig, remote.stop, "stop", rig.config.name, "--now")
     with pytest.raises(RunError, match="its log stands in the object store"):
         said(rig, remote.logs, "logs", rig.config.name)
 

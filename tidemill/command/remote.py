@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
-from tidemill.errors import ConfigError, RunError
+from tidemill.errors import ConfigError, RunError, TidemillError
 from tidemill.kuberay.attempts import WallClock
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of
 from tidemill.kuberay.names import STOP, attempt_of, selector
@@ -49,13 +49,20 @@ def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
                 say(console, line)
         jobs = cluster.list(RAY_JOBS, selector(arguments.run))
         if pod is None and not jobs:
-            raise RunError(
-                f"run {arguments.run} has no pod any more; its log stands in the object store below "
-                f"runs/{arguments.run}/attempts/, and at the end of step `train`"
-            )
+            raise without_pods(cluster, arguments.run)
         if not arguments.follow or not jobs:
             return 0
         time.sleep(FOLLOW_S)
+
+
+def without_pods(cluster: Cluster, run: str) -> TidemillError:
+    """Why there is nothing to show of a run: it is over, or there is none of this name."""
+    if not look(cluster, run, time.time()):
+        return unknown(cluster, run)
+    return RunError(
+        f"run {run} has no pod any more; its log stands in the object store below runs/{run}/attempts/, and at the end "
+        "of step `train`"
+    )
 
 
 def lines_of(cluster: Cluster, pod: str, *, follow: bool) -> Iterable[str]:
@@ -73,22 +80,39 @@ def driver_pod(cluster: Cluster, run: str) -> Object | None:
 
 def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
     """Have a run end after a checkpoint; with `--now` delete it."""
+    over = why_over(cluster, arguments.run)
     jobs = cluster.list(RAY_JOBS, selector(arguments.run))
-    if not jobs:
-        raise unknown(cluster, arguments.run)
-    if arguments.now:
+    if jobs and arguments.now:
         release_run(cluster, arguments.run, None, WallClock())
         say(console, f"{arguments.run} is deleted; its newest checkpoint is kept")
         return 0
-    job = max(jobs, key=lambda job: attempt_of(labels_of(job)))
-    if STOP not in annotations_of(job):
-        cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: arguments.reason}}})
+    if over is not None:
+        say(console, over)
+        return 0
+    for job in sorted(jobs, key=lambda job: attempt_of(labels_of(job)))[-1:]:
+        if STOP not in annotations_of(job):
+            cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: arguments.reason}}})
     say(
         console,
         f"{arguments.run} ends after the step under way, with a checkpoint and a model; `tidemill status "
         f"{arguments.run}` shows how far it is, `--now` deletes it at once",
     )
     return 0
+
+
+def why_over(cluster: Cluster, run: str) -> str | None:
+    """Why a run cannot be stopped any more, None if it can.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    found = look(cluster, run, time.time())
+    if not found:
+        raise unknown(cluster, run)
+    [status] = found
+    if status.state is None:
+        return f"{run} is over: {status.progress()}"
+    return f"{run} is over: {status.progress()}; `--now` deletes its cluster at once" if status.state.over else None
 
 
 def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
