@@ -8,7 +8,7 @@ import pytest
 from kuberay_rig import Rig
 
 from tidemill.errors import ClusterError, RunError
-from tidemill.kuberay.cluster import RAY_JOBS, WORKFLOWS
+from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS, WORKFLOWS
 from tidemill.kuberay.kinds import OwnerReference
 from tidemill.kuberay.owner import KFP_RUN, MLFLOW_RUN, WORKFLOW, Owner
 from tidemill.kuberay.release import release_pipeline, release_run
@@ -91,3 +91,24 @@ def test_a_run_that_is_being_deleted_is_waited_for_and_made_again(rig: Rig) -> N
     rig.clock.after(20, finalize)
     assert rig.watcher().provision() == 1
     assert rig.operator.job(rig.job())["metadata"]["uid"] != old
+
+
+def test_whoever_gives_a_run_back_lets_no_watcher_begin_anew(rig: Rig) -> None:
+    rig.owner = Owner(kfp_run="mine")
+    board = rig.watcher().board
+    for give_back in (
+        lambda: release_run(rig.cluster, rig.config.name, "mine", rig.clock),
+        lambda: release_pipeline(rig.cluster, "mine", rig.clock),
+        lambda: release_run(rig.cluster, rig.config.name, None, rig.clock),
+    ):
+        rig.watcher().provision()
+        assert board.closed() is None
+        give_back()
+        assert "was given back" in str(board.closed())
+
+
+def test_who_may_not_write_notes_gives_back_all_the_same(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.cluster.forbidden = [("patch", CONFIG_MAPS)]
+    assert release_run(rig.cluster, rig.config.name, None, rig.clock)
+    assert rig.left() == []

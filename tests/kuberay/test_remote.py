@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from kuberay_rig import Rig
@@ -13,8 +14,9 @@ from rich.console import Console
 from tidemill.command import remote
 from tidemill.command.arguments import parse
 from tidemill.errors import ConfigError, RewardError, RunError
-from tidemill.kuberay.cluster import PODS, Cluster
-from tidemill.kuberay.names import STOP, attempt_of
+from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster
+from tidemill.kuberay.names import HEARTBEAT, STOP, attempt_of
+from tidemill.kuberay.release import release_run
 from tidemill.kuberay.status import look
 
 Command = Callable[[argparse.Namespace, Cluster, Console], int]
@@ -132,3 +134,49 @@ def test_reap_tells_what_and_why(rig: Rig) -> None:
     assert f"would delete {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap", "--dry-run")
     assert f"deleted {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap")
     assert rig.left() == []
+
+
+def test_stop_reaches_a_run_that_is_between_two_attempts(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.cluster.delete(RAY_JOBS, rig.job())
+    assert "ends after the step under way" in said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    assert rig.watcher().board.closed() == "enough"
+
+
+def test_stop_of_a_run_that_failed_and_is_tried_again_is_for_the_next_attempt(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.operator.fail(rig.job())
+    said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    assert rig.watcher().board.closed() == "enough"
+
+
+def test_stop_of_a_run_that_has_ended_says_so_and_changes_nothing(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.operator.succeed(rig.job())
+    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} has ended already: succeeded\n"
+    rig.cluster.delete(RAY_JOBS, rig.job())
+    rig.watcher().board.fail(RunError("lost"))
+    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} has ended already: failed\n"
+    assert rig.watcher().board.closed() is None
+
+
+def test_stop_of_a_run_that_nobody_watches_says_who_hears_of_it(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = "1000000000"
+    assert "nobody watches it now" in said(rig, remote.stop, "stop", rig.config.name)
+    assert rig.operator.job(rig.job())["metadata"]["annotations"][STOP]
+
+
+def test_status_of_a_run_that_was_given_back_while_it_went_on_says_that(rig: Rig) -> None:
+    rig.watcher().provision()
+    release_run(rig.cluster, rig.config.name, None, rig.clock)
+    assert lines(rig).startswith(f"{rig.config.name}  ended: the run was given back, as by")
+
+
+def test_reap_without_kfp_still_deletes_what_is_silent(rig: Rig) -> None:
+    rig.owner = replace(rig.owner, kfp_run="kfp-1")
+    rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["annotations"] = {HEARTBEAT: "1000000000"}
+    assert "deleted" in said(rig, remote.reap_runs, "reap", "--endpoint", "http://127.0.0.1:1")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tidemill.config import RunConfig
-from tidemill.errors import RunError
+from tidemill.errors import ConfigError, RunError
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, labels_of, name_of
 from tidemill.kuberay.manifest import ray_job
-from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, attempt_of, job_name, selector
+from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, attempt_of, job_name, selector
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.schema import check
 from tidemill.store.attempt import newest_attempt
@@ -96,7 +96,7 @@ class Attempts:
         """Make the RayJob of an attempt, or take over the one that is there; one on its way out is waited for.
 
         Raises:
-            ConfigError: the settings make a RayJob that the cluster would refuse.
+            ConfigError: the settings make a RayJob that the cluster would refuse, or something else has its name.
             RunError: the old one does not go.
         """
         owner = self.owner
@@ -106,6 +106,9 @@ class Attempts:
         manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"}
         check(manifest)
         found = self.cluster.create(RAY_JOBS, manifest)
+        if labels_of(found).get(RUN_LABEL) != self.config.name:
+            fix = f"{name_of(found)} in namespace {self.cluster.namespace} is of something else: take another name."
+            raise ConfigError("name", self.config.name, "a name whose RayJobs are its own", fix)
         if found["metadata"].get("deletionTimestamp"):
             self.wait_until_gone([number])
             found = self.cluster.create(RAY_JOBS, manifest)
