@@ -126,9 +126,7 @@ def test_a_list_that_grew_too_old_between_two_pages_is_begun_again(server: Serve
 
 
 @pytest.mark.parametrize("code", [408, 409, 410])
-def test_an_answer_that_may_be_another_next_time_does_not_end_a_run(
-    server: Server, cluster: Cluster, code: int
-) -> None:
+def test_an_answer_that_may_change_does_not_end_a_run(server: Server, cluster: Cluster, code: int) -> None:
     server.answers = [refusal(code, "not now")]
     with pytest.raises(RunError, match=f"answers {code}: not now"):
         cluster.patch(RAY_JOBS, "a", {})

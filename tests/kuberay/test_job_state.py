@@ -276,9 +276,7 @@ def driver_ended(code: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("code", "passing"), [(1, True), (-9, True), (2, False)])
-def test_a_driver_that_ended_is_quoted_and_says_by_its_status_whether_it_may_do_better(
-    code: int, passing: bool
-) -> None:
+def test_a_driver_that_ended_is_quoted_and_its_status_tells_whether_it_may_do_better(code: int, passing: bool) -> None:
     state = assess(driver_ended(code), [], [], NOW)
     assert state.fatal == f"the driver failed: exit code {code}\nSignatureDoesNotMatch: check the keys"
     assert state.passing == passing

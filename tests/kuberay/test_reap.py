@@ -123,7 +123,7 @@ def test_a_watcher_whose_clock_is_some_minutes_ahead_or_behind_is_alive(rig: Rig
 
 
 def test_a_job_that_cannot_be_asked_about_does_not_keep_the_others(rig: Rig) -> None:
-    """The first one's workflow may not be looked at; the second one's pipeline is not known to KFP; the third is silent."""
+    """The first one's workflow may not be looked at, KFP does not answer for the second one, the third is silent."""
     owned = Owner("kfp-1", OwnerReference(name="flow", uid="uid-of-flow"))
     for name, owner in (("a-owned", owned), ("b-asked", Owner(kfp_run="kfp-2")), ("c-silent", Owner())):
         rig.config, rig.owner = rig.config.model_copy(update={"name": name}), owner

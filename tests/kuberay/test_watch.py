@@ -484,7 +484,7 @@ def test_an_attempt_that_begins_while_the_run_is_given_back_does_not_stay(rig: R
     assert rig.left() == []
 
 
-def test_a_watcher_killed_between_making_an_attempt_and_looking_whether_it_may_ends_it_when_it_is_back(
+def test_a_watcher_killed_before_it_saw_that_the_run_was_given_back_ends_the_attempt_when_it_is_back(
     rig: Rig,
 ) -> None:
     first = rig.watcher().provision()
