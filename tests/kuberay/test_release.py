@@ -112,3 +112,30 @@ def test_who_may_not_write_notes_gives_back_all_the_same(rig: Rig) -> None:
     rig.cluster.forbidden = [("patch", CONFIG_MAPS)]
     assert release_run(rig.cluster, rig.config.name, None, rig.clock)
     assert rig.left() == []
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_an_api_server_that_is_away_for_minutes_keeps_no_gpu(rig: Rig, away: int) -> None:
+    """Before the deletion, and while it is waited for."""
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]
+
+    def finalize() -> None:
+        rig.cluster.away = False
+        del rig.operator.job(rig.job())["metadata"]["finalizers"]
+        if rig.operator.job(rig.job())["metadata"].get("deletionTimestamp"):
+            rig.cluster.delete(RAY_JOBS, rig.job())
+
+    rig.cluster.away = away == 0
+    rig.clock.after(1, lambda: setattr(rig.cluster, "away", True))
+    rig.clock.after(200, finalize)
+    assert release_run(rig.cluster, rig.config.name, None, rig.clock)
+    assert rig.left() == []
+
+
+def test_an_api_server_that_stays_away_is_named(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.cluster.away = True
+    with pytest.raises(RunError, match="does not answer"):
+        release_run(rig.cluster, rig.config.name, None, rig.clock)
