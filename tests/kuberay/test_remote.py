@@ -13,8 +13,8 @@ from rich.console import Console
 
 from tidemill.command import remote
 from tidemill.command.arguments import parse
-from tidemill.errors import ConfigError, RewardError, RunError
-from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster
+from tidemill.errors import ClusterError, ConfigError, RewardError, RunError
+from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, Cluster
 from tidemill.kuberay.names import HEARTBEAT, STOP, attempt_of
 from tidemill.kuberay.release import release_run
 from tidemill.kuberay.status import look
@@ -141,6 +141,16 @@ def test_stop_reaches_a_run_that_is_between_two_attempts(rig: Rig) -> None:
     rig.cluster.delete(RAY_JOBS, rig.job())
     assert "ends after the step under way" in said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
     assert rig.watcher().board.closed() == "enough"
+
+
+def test_stop_without_the_right_to_note_it_is_refused_only_where_there_is_no_attempt(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.cluster.forbidden = [("patch", CONFIG_MAPS)]
+    said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    assert rig.operator.job(rig.job())["metadata"]["annotations"][STOP] == "enough"
+    rig.cluster.delete(RAY_JOBS, rig.job())
+    with pytest.raises(ClusterError, match="between two attempts"):
+        said(rig, remote.stop, "stop", rig.config.name)
 
 
 def test_stop_of_a_run_that_failed_and_is_tried_again_is_for_the_next_attempt(rig: Rig) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from tidemill.errors import ConfigError, RunError
+from tidemill.errors import ClusterError, ConfigError, RunError
 from tidemill.kuberay.attempts import WallClock, has_ended
 from tidemill.kuberay.board import STOPPED, close
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of
@@ -85,10 +85,14 @@ def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
     if found[0].over:
         say(console, f"{run} has ended already: {found[0].progress()}")
         return 0
-    close(cluster, run, **{STOPPED: arguments.reason})  # first: the watcher may be between two attempts
-    for job in cluster.list(RAY_JOBS, selector(run)):
-        if not has_ended(job) and STOP not in annotations_of(job):
+    noted = close(cluster, run, **{STOPPED: arguments.reason})  # first: the watcher may be between two attempts
+    jobs = [job for job in cluster.list(RAY_JOBS, selector(run)) if not has_ended(job)]
+    for job in jobs:
+        if STOP not in annotations_of(job):
             cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: arguments.reason}}})
+    if not (noted or jobs):
+        fix = "Ask for that right, or again once the next attempt has begun"
+        raise ClusterError(f"{run} is between two attempts, and only who may patch configmaps stops it there. {fix}.")
     say(
         console,
         f"{run} ends after the step under way, with a checkpoint and a model; `tidemill status {run}` shows how far it "

@@ -86,7 +86,7 @@ def board_name(run: str) -> str:
     return f"tidemill-run-{run}"
 
 
-def close(cluster: Cluster, run: str, **facts: str) -> None:
+def close(cluster: Cluster, run: str, **facts: str) -> bool:
     """Have no further attempt at a run begin; a run that nobody has noted anything of has no watcher.
 
     Who may end runs and not write notes ends the attempt that there is all the same.
@@ -95,6 +95,11 @@ def close(cluster: Cluster, run: str, **facts: str) -> None:
         cluster: where it is.
         run: its name.
         facts: `stopped`, or `ended` and `ended_of`.
+
+    Returns:
+        Whether we may.
     """
-    if cluster.may("patch", CONFIG_MAPS):
+    allowed = cluster.may("patch", CONFIG_MAPS)
+    if allowed:
         cluster.patch(CONFIG_MAPS, board_name(run), {"data": facts})
+    return allowed
