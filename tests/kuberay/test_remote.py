@@ -103,6 +103,15 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(rig: Rig, comman
         said(rig, command, *words)
 
 
+@pytest.mark.parametrize("words", [["stop", ""], ["stop", "", "--now"], ["status", ""]])
+def test_an_empty_name_is_not_that_of_all_runs(rig: Rig, words: list[str]) -> None:
+    rig.watcher().provision()
+    with pytest.raises(ConfigError, match="RUN = ''"):
+        said(rig, remote.stop if words[0] == "stop" else remote.status, *words)
+    assert rig.left() == [rig.job()]
+    assert STOP not in rig.operator.job(rig.job())["metadata"]["annotations"]
+
+
 def test_stop_marks_the_newest_attempt_and_keeps_the_first_reason(rig: Rig) -> None:
     rig.watcher().provision()
     said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
