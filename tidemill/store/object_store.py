@@ -281,9 +281,11 @@ def credentials() -> tuple[str, str]:
     """
     for name in (ACCESS_KEY, SECRET_KEY):
         if not os.environ.get(name):
-            raise ConfigError(
-                name, None, "the S3 key, in the environment", f"Export {name}, or set store.endpoint to embedded."
+            fix = (
+                f"Export {name}, or set store.endpoint to embedded. A step of a pipeline gets it from the secret that "
+                "the parameter store_secret names, in the step's own namespace."
             )
+            raise ConfigError(name, None, "the S3 key, in the environment", fix)
     return os.environ[ACCESS_KEY], os.environ[SECRET_KEY]
 
 
