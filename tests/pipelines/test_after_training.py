@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ from tiny_model import make_tiny_model
 from tidemill.config import RunConfig
 from tidemill.observe.events import read_events
 from tidemill.observe.report import Sample, Summary
-from tidemill.pipeline.steps import evaluate, excerpt, provision, register, teardown, track_evaluation
+from tidemill.pipeline.steps import evaluate, excerpt, provision, register, scored, teardown, track_evaluation
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
+from tidemill.run import samples
 from tidemill.run_file import load_config
 from tidemill.store.locate import Locator
 from tidemill.store.server import open_store, store_folder
@@ -65,11 +66,11 @@ class Model:
         self.path, self.metadata = str(path), {}
 
 
-def registered(run: RunConfig, trained: Summary, scored: str, folder: Path) -> tuple[Summary, Model]:
+def registered(run: RunConfig, trained: Summary, evaluated: str, folder: Path) -> tuple[Summary, Model]:
     """What `register` returns, with its files in a folder: report.md, report.html, model.json."""
     model = Model(folder / "model.json")
     files = (str(folder / "report.md"), str(folder / "report.html"))
-    return Summary.from_json(register(run.to_yaml(), trained.to_json(), scored, *files, model)), model
+    return Summary.from_json(register(run.to_yaml(), trained.to_json(), evaluated, *files, model)), model
 
 
 def evaluation(score: float) -> str:
@@ -107,10 +108,13 @@ def test_curve_of_a_server_that_is_away_is_empty(trained: RunConfig) -> None:
 
 
 def test_what_evaluation_passes_on_is_small(trained: RunConfig) -> None:
-    answers = tuple(Answer(f"w{n}", "w7" * 1000, "7", 1.0) for n in range(100))
-    asked = replace(summary(trained, 0.25), samples=(Sample("w5", None, None, None),))
-    kept = excerpt(Evaluation(0, 0.5, answers, {}), asked)
-    assert ([answer.prompt for answer in kept.answers], kept.score) == (["w5"], 0.5)
+    answers = tuple(Answer(f"w{n} " * 10_000, "w7" * 10_000, "7", 1.0) for n in range(100))
+    evaluated = Evaluation(0, 0.5, answers, {})
+    asked = replace(summary(trained, 0.25), samples=samples(evaluated))
+    kept = excerpt(evaluated, asked)
+    assert [answer.prompt[:3] for answer in kept.answers] == ["w0 ", "w1 ", "w2 ", "w3 ", "w4 "]
+    assert kept.score == 0.5 and len(json.dumps(asdict(kept))) < 20_000 and len(asked.to_json()) < 20_000
+    assert [sample.after for sample in scored(asked, kept).samples] == [answer.response for answer in kept.answers]
 
 
 def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig, tmp_path: Path) -> None:
@@ -123,9 +127,9 @@ def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig,
 
 def test_mlflow_run_gets_the_final_score_the_answers_and_the_report(trained: RunConfig, tmp_path: Path) -> None:
     before = summary(trained, 0.25)
-    scored = evaluation_from_json(evaluation(0.75))
-    assert scored is not None
-    track_evaluation(trained, before, scored)
+    evaluated = evaluation_from_json(evaluation(0.75))
+    assert evaluated is not None
+    track_evaluation(trained, before, evaluated)
     registered(trained, before, evaluation(0.75), tmp_path)
     client, run_id = make_client(tracking_uri(trained)), before.mlflow_run_id
     run = client.get_run(run_id)

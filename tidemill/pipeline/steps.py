@@ -5,7 +5,6 @@ validate ─► provision ─► train ─► evaluate ─► register, and tear
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.failure import recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
+from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
-from tidemill.observe.report import Summary, render
+from tidemill.observe.report import Summary, shortened
 from tidemill.pipeline.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
 from tidemill.pipeline.provider import provider_of
 from tidemill.protocols import Evaluation, evaluation_from_json
@@ -122,7 +120,8 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
 def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
     """The evaluation with the answers that the report shows: what steps pass on is kept in etcd, which takes little."""
     asked = {sample.prompt for sample in summary.samples}
-    return replace(evaluation, answers=tuple(answer for answer in evaluation.answers if answer.prompt in asked))
+    shown = map(shortened, evaluation.answers)
+    return replace(evaluation, answers=tuple(answer for answer in shown if answer.prompt in asked))
 
 
 class Pointer(Protocol):
@@ -164,7 +163,7 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
 
 def reports_of(run: RunConfig, summary: Summary, measured: Curves) -> dict[str, str]:
     """The report as Markdown and as a page, by the names that MLflow keeps them under."""
-    return {"report.md": as_markdown(summary), "report.html": page(run.name, summary, measured)}
+    return {"report.md": report(run.name, summary), "report.html": page(run.name, summary, measured)}
 
 
 def point(model: Pointer, run: RunConfig, summary: Summary) -> None:
@@ -273,15 +272,3 @@ def seconds_by_step(phases: Sequence[PhaseStarted], now: float) -> dict[str, flo
     for step, end in zip(newest, [*(later.time for later in newest[1:]), now], strict=True):
         seconds[step.name] = seconds.get(step.name, 0.0) + end - step.time
     return seconds
-
-
-def as_markdown(summary: Summary) -> str:
-    """The report for a page of KFP."""
-    text = io.StringIO()
-    render(
-        summary,
-        Console(file=text, width=100),
-        f"tidemill generate models:/{summary.model_version} PROMPT",
-        "tidemill ui",
-    )
-    return f"# Report\n\n```\n{text.getvalue().strip()}\n```\n"
