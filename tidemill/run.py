@@ -138,8 +138,8 @@ class Run:
                     model_uri = await self.finish(trainer, parts, observer, before)
                 finally:
                     await parts.close()
-            except BaseException:
-                tracker.finish("FAILED")
+            except BaseException as error:
+                tracker.fail(error)
                 raise
             tracker.finish("FINISHED")
         return self.summarise(trainer, observer, before, model_uri, memory, time.monotonic() - started)

@@ -33,6 +33,7 @@ from tidemill.observe.progress import show_events
 from tidemill.pipeline.steps import teardown
 from tidemill.store.inputs import ship
 from tidemill.store.server import store_folder
+from tidemill.store.tracking import end_killed
 from tidemill.store.weed import find_server
 
 RUNNER, PIPELINE = "tidemill_pipelines.local", "post_training"
@@ -112,6 +113,8 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
     finally:
         with undisturbed():
             clean_up(config)
+            if status == INTERRUPTED:
+                end_killed(config)
     if status == INTERRUPTED:
         say_interrupted(resume, console)
         return INTERRUPTED
