@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from tidemill.observe.excerpt import excerpt
-from tidemill.observe.report import Sample, Summary, facts, left_out, scores
+from tidemill.observe.report import CELL, Sample, Summary, facts, left_out, scores
 
 SPECIAL = re.compile(r"([\\`*_\[\]<>|~&$#])")
-LONGEST = 300
-"""Characters of a cell; the page in HTML has more."""
 
 
 def report(name: str, summary: Summary) -> str:
@@ -48,7 +46,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
 
 def cell(text: str | None) -> str:
     """A text in one line."""
-    return "-" if text is None else escaped(" ".join(excerpt(text, LONGEST).split()))
+    return "-" if text is None else escaped(" ".join(excerpt(text, CELL).split()))
 
 
 def escaped(text: str) -> str:

@@ -19,6 +19,8 @@ from tidemill.observe.excerpt import excerpt
 from tidemill.observe.progress import duration
 from tidemill.protocols import Answer
 
+CELL = 300
+"""Characters of a cell on the screen and in Markdown; the page has more."""
 WHY_MISSING = {
     "held_out_before": "data.held_out is not set",
     "held_out_after": "data.held_out is not set",
@@ -186,7 +188,7 @@ def answers(samples: Sequence[Sample]) -> Table:
         table.add_column(name, overflow="fold", ratio=1 if name == "expected" else 2)
     for sample in samples:
         row = (sample.prompt, sample.before, sample.after, sample.expected)
-        table.add_row(*(Text("-" if cell is None else cell.strip()) for cell in row))
+        table.add_row(*(Text("-" if cell is None else excerpt(cell, CELL)) for cell in row))
     return table
 
 

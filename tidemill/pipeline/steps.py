@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.failure import recorded
-from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
+from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, past_events
 from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, shortened
@@ -253,7 +253,7 @@ def track_end(run: RunConfig, summary: Summary, reports: Mapping[str, str]) -> N
 
 def with_times(summary: Summary, run: RunConfig) -> Summary:
     """The summary with the wall time of the newest attempt's steps; tries of one step add up."""
-    events = [event for event in read_events(run.folder / "events.jsonl") if isinstance(event, PhaseStarted)]
+    events = [event for event in past_events(run.folder / "events.jsonl") if isinstance(event, PhaseStarted)]
     seconds = seconds_by_step(events, time.time())
     around = {name: value for name, value in seconds.items() if name != "train"}
     return replace(
