@@ -24,7 +24,7 @@ from tidemill.rollout.activity import Clock, IdleMeter, Tally
 from tidemill.rollout.admission import Admission
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
-from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
+from tidemill.rollout.failures import FailureStreak, FlightFailure, Suspects, Watchdog
 from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, Flight, Scorer
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
@@ -77,6 +77,7 @@ class Rollouter:
         self._producer = Producer(config, pool, rewards, decode, idle, clock)
         self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
         self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
+        self._suspects = Suspects(ledger, config.rollout.max_attempts)
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
         self._tally = Tally()
         self._flights: dict[int, Flight] = {}
@@ -142,6 +143,8 @@ class Rollouter:
 
     async def _admit(self) -> None:
         while (uid := self.ledger.next_uid()) is not None and not self._stopping and self._room() > 0:
+            if self._suspects.must_wait(uid, self._flights.values()):
+                return
             self.ledger.dispatched(uid)
             prompt = self.prompts.prompt(uid)
             if self.prompts.too_long(prompt):
@@ -168,6 +171,7 @@ class Rollouter:
         try:
             completions = await self._producer.generate(flight, self.ledger.failures(flight.uid))
             self._streak.generated()
+            self._suspects.generated()
             flight.stage = "scoring"
             group = await self._producer.score(flight, completions)
             self._streak.rewarded()
@@ -210,9 +214,9 @@ class Rollouter:
         self._wake.set()
 
     def _failed(self, flight: Flight, failure: FlightFailure) -> None:
-        if failure.reason == "engine_lost":  # no fault of the prompt, nor of the engines that are left
+        if failure.reason == "engine_lost":
             self._resize()
-            self._drop([flight.uid], failure.reason)
+            self._bereft(flight)
             return
         limit = self.config.rollout.max_attempts
         quarantined = self.ledger.failed(flight.uid, failure.reason, limit)
@@ -230,9 +234,27 @@ class Rollouter:
 
     def _abandon(self, flight: Flight, reason: str) -> None:
         del self._flights[flight.uid]
-        self._drop([flight.uid], reason)
         if flight.task is not None:
             flight.task.cancel()
+        if reason == "engine_lost":
+            self._bereft(flight)
+        else:
+            self._drop([flight.uid], reason)
+
+    def _bereft(self, flight: Flight) -> None:
+        """Its engine is lost: no fault of the prompt, unless that happens to it time after time."""
+        if flight.engine is None:  # there was none to ask
+            self._drop([flight.uid], "engine_lost")
+        elif self._suspects.bereft(flight.uid, flight.engine):
+            self._tally.count("skipped/kills_engine")
+            LOG.warning(
+                "prompt occurrence %d skipped: %d engines in a row were lost while they generated it, the last one, "
+                "%s, with nothing beside it",
+                *(flight.uid, self._suspects.max_losses, flight.engine),
+            )
+        else:
+            self._tally.count("dropped/engine_lost")
+        self._wake.set()
 
     def _outlasted(self, flight: Flight) -> None:
         """A group became too old while it was generated; one that always does must not take a slot for ever."""
@@ -264,7 +286,7 @@ class Rollouter:
         """An engine gets no more groups; what it has not finished in time is dropped for `reason` and issued again.
 
         Returns:
-            How many requests it had answered.
+            How many requests it had answered, and how many prompts were set aside because they killed it.
         """
         if patience_s:
             self._engines.close(name)
@@ -276,7 +298,7 @@ class Rollouter:
         for flight in list(self._flights.values()):
             if flight.stage == "generating" and flight.engine == name:
                 self._abandon(flight, reason)
-        return finished
+        return finished + self._suspects.explained(name)
 
     async def set_engine_aside(self, name: str) -> None:
         """An engine gets no more groups, and finishes those that it has; only an evaluation may name it."""
