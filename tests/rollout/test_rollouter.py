@@ -14,6 +14,7 @@ from tidemill.errors import DataError, EngineError, RewardError, RewardTimeoutEr
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
+from tidemill.rollout import flights
 
 
 async def settle(condition: Any, timeout_s: float = 5.0) -> None:
@@ -95,6 +96,17 @@ async def test_stop_abandons_what_is_in_flight_counts_it_and_closes_the_queue() 
     assert rig.ledger.counts()["dropped/stopped"] == 8
     assert len(rig.engines[0].aborted) == 8
     rig.ledger.check()
+
+
+async def test_what_was_sampled_of_groups_that_are_cancelled_is_waste(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "ANSWER_TIMEOUT_S", 30.0)
+    rig = Rig(run_config(rollout={"max_new_tokens": 500}), engines=[FakeEngine(lengths=(500, 500))])
+    run = asyncio.create_task(rig.rollouter.run())
+    await settle(lambda: requests(rig).total() == 8)
+    await rig.rollouter.stop()
+    await asyncio.wait_for(run, 5)
+    sampled = (await rig.engines[0].stats())["generated_tokens"]
+    assert 0 < sampled == (await rig.rollouter.stats())["wasted_tokens"]
 
 
 async def test_every_prompt_too_long_ends_the_run_instead_of_searching_for_ever() -> None:

@@ -117,6 +117,7 @@ RULES: Mapping[str, Rule] = {
     "rollout/delivering": LAST,
     "rollout/generated_groups": SUM,
     "rollout/generated_tokens": SUM,
+    "rollout/wasted_tokens": SUM,
     "rollout/updated_midway": SUM,
     "rollout/reward/mean": PER_GENERATED_GROUP,
     "rollout/reward/std_in_group": PER_GENERATED_GROUP,

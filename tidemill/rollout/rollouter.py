@@ -25,7 +25,7 @@ from tidemill.rollout.admission import Admission
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.failures import FailureStreak, FlightFailure, Suspects, Watchdog
-from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, Flight, Scorer
+from tidemill.rollout.flights import ABORT_TIMEOUT_S, ANSWER_TIMEOUT_S, Decode, Flight, Scorer, tokens_of
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
 from tidemill.rollout.prompts import PromptSet
@@ -74,13 +74,16 @@ class Rollouter:
         self._engines, self._idle, self._clock = pool, idle, clock
         self._admission = Admission(config, len(engines), ledger, version)
         self._turns = Turns(self._admission.policy)
-        self._producer = Producer(config, pool, rewards, decode, idle, clock)
+        self._tally = Tally()
+        self._producer = Producer(
+            config, pool, rewards, decode, idle, clock, partial(self._tally.count, "wasted_tokens")
+        )
         self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
         self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
         self._suspects = Suspects(ledger, config.rollout.max_attempts)
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
-        self._tally = Tally()
         self._flights: dict[int, Flight] = {}
+        self._sampled: dict[int, int] = {}  # tokens of every group that is finished and not trained yet, by uid
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -137,7 +140,7 @@ class Rollouter:
             if flight.stage != "delivering":
                 self._abandon(flight, "stopped")
         if tasks:
-            _, left = await asyncio.wait(tasks, timeout=PUT_TIMEOUT_S + ABORT_TIMEOUT_S)
+            _, left = await asyncio.wait(tasks, timeout=PUT_TIMEOUT_S + ABORT_TIMEOUT_S + ANSWER_TIMEOUT_S)
             if left:
                 LOG.warning("%d groups did not end: %s", len(left), list(self._flights))
 
@@ -172,7 +175,7 @@ class Rollouter:
             completions = await self._producer.generate(flight, self.ledger.failures(flight.uid))
             self._streak.generated()
             self._suspects.generated()
-            flight.stage = "scoring"
+            flight.stage, self._sampled[flight.uid] = "scoring", tokens_of(completions)
             group = await self._producer.score(flight, completions)
             self._streak.rewarded()
         except FlightFailure as failure:
@@ -218,6 +221,7 @@ class Rollouter:
             self._resize()
             self._bereft(flight)
             return
+        self._waste(flight.uid)
         limit = self.config.rollout.max_attempts
         quarantined = self.ledger.failed(flight.uid, failure.reason, limit)
         self._tally.count(f"failed/{failure.reason}")
@@ -230,7 +234,13 @@ class Rollouter:
             self.ledger.dropped(uid, reason)
             self._admission.queued.pop(uid, None)
             self._tally.count(f"dropped/{reason}")
+            self._waste(uid)
         self._wake.set()
+
+    def _waste(self, uid: int) -> None:
+        """A group that was finished will not be trained."""
+        if tokens := self._sampled.pop(uid, 0):
+            self._tally.count("wasted_tokens", tokens)
 
     def _abandon(self, flight: Flight, reason: str) -> None:
         del self._flights[flight.uid]
@@ -343,6 +353,7 @@ class Rollouter:
         self.ledger.trained(uids)
         for uid in uids:
             self._admission.queued.pop(uid, None)
+            self._sampled.pop(uid, None)
         self._wake.set()
 
     async def reissue(self, uids: Sequence[int], reason: str) -> None:
