@@ -286,3 +286,4 @@ async def test_a_run_that_ended_between_two_syncs_can_be_prolonged() -> None:
     assert (again.position.step, again.publisher.versions) == (8, [3, 4, 5])
     assert longer.ledger.trained_count == again.position.groups == 32
     assert again.position.max_age <= 1
+    assert "dropped/stale" not in longer.ledger.counts()  # groups started at the pace of the versions that were trained
