@@ -14,7 +14,7 @@ from fleet_rig import DEADLINE_S, Crew, FakeMember, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.errors import EngineError, EngineLostError, RunError, StoreError
+from tidemill.errors import EngineCrashedError, EngineError, EngineLostError, RunError, StoreError
 from tidemill.fakes import Fault
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
@@ -196,11 +196,17 @@ class Mortal(FakeMember):
 
     deadly: ClassVar[Collection[int]] = ()
 
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineCrashedError(f"{self.name} died")
+
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        if self._dead:
+            raise EngineLostError(f"{self.name} is dead")
         if int(request_id.partition(".")[0]) in self.deadly:
             await asyncio.sleep(0.002)
             await self.shutdown()
-            raise EngineLostError(f"{self.name} died of {request_id}")
+            raise EngineCrashedError(f"{self.name} died of {request_id}")
         return await super().generate(request_id, prompt_ids, sampling)
 
 
@@ -257,10 +263,10 @@ def test_whatever_flies_beside_it_only_the_deadly_prompt_is_condemned(
             ledger.queued(done)
             ledger.trained([done])
             del flights[done]
-        died = accident in flights and not any(ledger.losses(uid) for uid in flights)
+        died = accident in flights and not any(ledger.crashes(uid) for uid in flights)
         accident = None if died else accident
         if died or deadly & set(flights):
-            assert {uid for uid in flights if suspects.bereft(uid, "engine")} <= deadly
+            assert {uid for uid in flights if suspects.crashed(uid, "engine")} <= deadly
             flights.clear()
     assert set(ledger.quarantined) == deadly
     assert ledger.trained_count == 40 - len(deadly)

@@ -302,6 +302,21 @@ async def test_a_failing_engine_does_not_attract_the_groups_of_the_others() -> N
     run.cancel()
 
 
+async def test_a_prompt_is_not_blamed_for_engines_that_are_lost_with_their_machines() -> None:
+    rig = Rig(faults={0: Fault("hang")})
+    run = asyncio.create_task(rig.rollouter.run())
+    for n in range(5):
+        await settle(lambda: any(name.startswith("0.") for name in rig.engines[-1]._running))
+        await rig.engines[-1].shutdown()
+        await rig.rollouter.remove_engine(f"engine {n}", "engine_lost")
+        rig.engines.append(FakeEngine(faults={0: Fault("hang")} if n < 4 else {}))
+        await rig.rollouter.add_engine(f"engine {n + 1}", rig.engines[-1])
+    await settle(lambda: rig.queue.arrived == 8)
+    assert not rig.ledger.quarantined
+    assert requests(rig)[0] == 6
+    run.cancel()
+
+
 async def test_engines_that_all_fail_end_the_run() -> None:
     rig = Rig(faults={uid: Fault("error") for uid in range(99)})
     with pytest.raises(EngineError, match=r"prompts in a row failed.*told to fail"):

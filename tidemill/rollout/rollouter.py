@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from tidemill.config import RunConfig
-from tidemill.errors import RunError
+from tidemill.errors import EngineCrashedError, RunError
 from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
 from tidemill.rollout.activity import Clock, IdleMeter, Tally
@@ -219,7 +219,10 @@ class Rollouter:
     def _failed(self, flight: Flight, failure: FlightFailure) -> None:
         if failure.reason == "engine_lost":
             self._resize()
-            self._bereft(flight)
+            if isinstance(failure.__cause__, EngineCrashedError):
+                self._crashed(flight)
+            else:  # no fault of the prompt, nor of the engines that are left
+                self._drop([flight.uid], failure.reason)
             return
         self._waste(flight.uid)
         limit = self.config.rollout.max_attempts
@@ -244,23 +247,18 @@ class Rollouter:
 
     def _abandon(self, flight: Flight, reason: str) -> None:
         del self._flights[flight.uid]
+        self._drop([flight.uid], reason)
         if flight.task is not None:
             flight.task.cancel()
-        if reason == "engine_lost":
-            self._bereft(flight)
-        else:
-            self._drop([flight.uid], reason)
 
-    def _bereft(self, flight: Flight) -> None:
-        """Its engine is lost: no fault of the prompt, unless that happens to it time after time."""
-        if flight.engine is None:  # there was none to ask
-            self._drop([flight.uid], "engine_lost")
-        elif self._suspects.bereft(flight.uid, flight.engine):
+    def _crashed(self, flight: Flight) -> None:
+        """Its engine died under it: no fault of the prompt, unless that happens to it time after time."""
+        if self._suspects.crashed(flight.uid, str(flight.engine)):
             self._tally.count("skipped/kills_engine")
             LOG.warning(
-                "prompt occurrence %d skipped: %d engines in a row were lost while they generated it, the last one, "
-                "%s, with nothing beside it",
-                *(flight.uid, self._suspects.max_losses, flight.engine),
+                "prompt occurrence %d skipped: %d engines in a row died while they generated it, the last one, %s, "
+                "with nothing beside it",
+                *(flight.uid, self._suspects.max_crashes, flight.engine),
             )
         else:
             self._tally.count("dropped/engine_lost")
@@ -305,10 +303,19 @@ class Rollouter:
         finished = self._engines.remove(name)
         self._tally.count("engines_removed")
         self._resize()
-        for flight in list(self._flights.values()):
-            if flight.stage == "generating" and flight.engine == name:
-                self._abandon(flight, reason)
+        if not patience_s:
+            await self._hear_why(name)
+        for flight in self._on_engine(name):
+            self._abandon(flight, reason)
         return finished + self._suspects.explained(name)
+
+    async def _hear_why(self, name: str) -> None:
+        """Groups whose engine died say so by themselves, which tells whether it died under them."""
+        if tasks := [flight.task for flight in self._on_engine(name) if flight.task is not None]:
+            await asyncio.wait(tasks, timeout=ANSWER_TIMEOUT_S)
+
+    def _on_engine(self, name: str) -> list[Flight]:
+        return [f for f in self._flights.values() if f.stage == "generating" and f.engine == name]
 
     async def set_engine_aside(self, name: str) -> None:
         """An engine gets no more groups, and finishes those that it has; only an evaluation may name it."""
