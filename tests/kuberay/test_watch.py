@@ -17,6 +17,7 @@ from tidemill.kuberay.fake import FakeCluster, FakeOperator
 from tidemill.kuberay.kinds import OwnerReference
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, STOP
 from tidemill.kuberay.owner import Owner
+from tidemill.kuberay.release import release_run
 from tidemill.observe.events import read_events
 from tidemill.store.attempt import Attempt
 
@@ -547,3 +548,20 @@ def test_why_provision_begins_nothing_is_noted(rig: Rig) -> None:
     with pytest.raises(ClusterError, match="budget"):
         watcher.provision()
     assert "budget of 1 GPU hours" in rig.watcher().board.facts()["error"]
+
+
+def test_a_pipeline_that_a_person_tries_again_after_its_end_goes_on_with_new_attempts(rig: Rig) -> None:
+    """KFP's Retry: the same pipeline run, whose exit handler gave the run back; steps that succeeded do not run again."""
+    with_kubernetes(rig, max_restarts=0)
+    rig.owner = replace(rig.owner, kfp_run="kfp-1")
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+    for _ in range(2):
+        with pytest.raises(TidemillError, match="lost"):
+            rig.watcher().follow(first)
+    release_run(rig.cluster, rig.config.name, "kfp-1", rig.clock)
+    rig.starts(2)
+    rig.clock.after(60, lambda: rig.succeeds(2))
+    assert rig.watcher().follow(first).steps == 3
+    assert rig.made() == [rig.job(1), rig.job(2)]

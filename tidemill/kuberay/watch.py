@@ -118,6 +118,8 @@ class Watcher:
             TidemillError: it failed, and another would too; it was deleted, or out of budget.
         """
         try:
+            if self.board.given_back():  # a person has KFP try the steps of a pipeline that was over again
+                first = self.provision()
             summary = self.followed(first, self.entry(first))
         except TidemillError as error:
             self.post_end(error)
