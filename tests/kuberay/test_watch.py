@@ -551,7 +551,7 @@ def test_why_provision_begins_nothing_is_noted(rig: Rig) -> None:
 
 
 def test_a_pipeline_that_a_person_tries_again_after_its_end_goes_on_with_new_attempts(rig: Rig) -> None:
-    """KFP's Retry: the same pipeline run, whose exit handler gave the run back; steps that succeeded do not run again."""
+    """KFP's Retry: the same pipeline run, whose exit handler gave the run back; what succeeded is not run again."""
     with_kubernetes(rig, max_restarts=0)
     rig.owner = replace(rig.owner, kfp_run="kfp-1")
     first = rig.watcher().provision()
