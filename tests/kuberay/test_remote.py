@@ -96,7 +96,10 @@ def test_status_all_lists_runs_and_says_when_there_is_none(rig: Rig) -> None:
     assert rig.config.name in said(rig, remote.status, "status", "all")
 
 
-@pytest.mark.parametrize(("command", "words"), [(remote.status, ["status", "x"]), (remote.stop, ["stop", "x"])])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(remote.status, ["status", "x"]), (remote.stop, ["stop", "x"]), (remote.logs, ["logs", "x", "--follow"])],
+)
 def test_a_run_that_is_not_there_is_refused_with_those_that_are(rig: Rig, command: Command, words: list[str]) -> None:
     rig.watcher().provision()
     with pytest.raises(ConfigError, match=f"a run of namespace tidemill: {rig.config.name}"):
@@ -126,6 +129,17 @@ def test_stop_now_deletes_the_cluster(rig: Rig) -> None:
     assert rig.left() == []
 
 
+def test_stop_of_a_run_that_is_over_says_so_and_marks_nothing(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(60, rig.succeeds)
+    rig.watcher().follow(first)
+    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
+    assert STOP not in rig.operator.job(rig.job())["metadata"].get("annotations", {})
+    said(rig, remote.stop, "stop", rig.config.name, "--now")
+    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: succeeded\n"
+
+
 def test_logs_are_those_of_the_newest_attempt(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.logs[submitter(rig)] = "one\n[two]\n"
@@ -133,6 +147,8 @@ def test_logs_are_those_of_the_newest_attempt(rig: Rig) -> None:
 
 
 def test_logs_of_a_run_that_is_gone_say_where_they_are(rig: Rig) -> None:
+    rig.watcher().provision()
+    said(rig, remote.stop, "stop", rig.config.name, "--now")
     with pytest.raises(RunError, match="its log stands in the object store"):
         said(rig, remote.logs, "logs", rig.config.name)
 
@@ -170,14 +186,14 @@ def test_stop_of_a_run_that_failed_and_is_tried_again_is_for_the_next_attempt(ri
     assert rig.watcher().board.closed() == "enough"
 
 
-def test_stop_of_a_run_that_has_ended_says_so_and_changes_nothing(rig: Rig) -> None:
+def test_stop_of_a_run_that_nobody_saw_end_says_so_and_changes_nothing(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.operator.succeed(rig.job())
-    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} has ended already: succeeded\n"
+    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
     rig.cluster.delete(RAY_JOBS, rig.job())
     rig.watcher().board.fail(RunError("lost"))
-    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} has ended already: failed\n"
+    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: failed\n"
     assert rig.watcher().board.closed() is None
 
 

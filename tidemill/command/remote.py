@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from tidemill.errors import ClusterError, ConfigError, RunError
+from tidemill.errors import ClusterError, ConfigError, RunError, TidemillError
 from tidemill.kuberay.attempts import WallClock, has_ended
 from tidemill.kuberay.board import STOPPED, close
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of
@@ -50,13 +50,20 @@ def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
                 say(console, line)
         jobs = cluster.list(RAY_JOBS, selector(arguments.run))
         if pod is None and not jobs:
-            raise RunError(
-                f"run {arguments.run} has no pod any more; its log stands in the object store below "
-                f"runs/{arguments.run}/attempts/, and at the end of step `train`"
-            )
+            raise without_pods(cluster, arguments.run)
         if not arguments.follow or not jobs:
             return 0
         time.sleep(FOLLOW_S)
+
+
+def without_pods(cluster: Cluster, run: str) -> TidemillError:
+    """Why there is nothing to show of a run: it is over, or there is none of this name."""
+    if not look(cluster, run, time.time()):
+        return unknown(cluster, run)
+    return RunError(
+        f"run {run} has no pod any more; its log stands in the object store below runs/{run}/attempts/, and at the end "
+        "of step `train`"
+    )
 
 
 def lines_of(cluster: Cluster, pod: str, *, follow: bool) -> Iterable[str]:
@@ -78,21 +85,15 @@ def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
     found = look(cluster, run, time.time())
     if not found:
         raise unknown(cluster, run)
+    if found[0].over and (found[0].state is None or not arguments.now):
+        kept = "" if found[0].state is None else "; `--now` deletes its cluster at once"
+        say(console, f"{run} is over: {found[0].progress()}{kept}")
+        return 0
     if arguments.now:
         release_run(cluster, run, None, WallClock())
         say(console, f"{run} is deleted; its newest checkpoint is kept")
         return 0
-    if found[0].over:
-        say(console, f"{run} has ended already: {found[0].progress()}")
-        return 0
-    noted = close(cluster, run, **{STOPPED: arguments.reason})  # first: the watcher may be between two attempts
-    jobs = [job for job in cluster.list(RAY_JOBS, selector(run)) if not has_ended(job)]
-    for job in jobs:
-        if STOP not in annotations_of(job):
-            cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: arguments.reason}}})
-    if not (noted or jobs):
-        fix = "Ask for that right, or again once the next attempt has begun"
-        raise ClusterError(f"{run} is between two attempts, and only who may patch configmaps stops it there. {fix}.")
+    ask_to_stop(cluster, run, arguments.reason)
     say(
         console,
         f"{run} ends after the step under way, with a checkpoint and a model; `tidemill status {run}` shows how far it "
@@ -101,6 +102,22 @@ def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
     if found[0].unwatched:
         say(console, "but nobody watches it now: it hears of that when step `train` runs again; `--now` does not wait")
     return 0
+
+
+def ask_to_stop(cluster: Cluster, run: str, reason: str) -> None:
+    """Tell whoever watches a run that it is to end, also one who is between two attempts.
+
+    Raises:
+        ClusterError: he is, and we may not write where he looks then.
+    """
+    noted = close(cluster, run, **{STOPPED: reason})
+    jobs = [job for job in cluster.list(RAY_JOBS, selector(run)) if not has_ended(job)]
+    for job in jobs:
+        if STOP not in annotations_of(job):
+            cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: reason}}})
+    if not (noted or jobs):
+        fix = "Ask for that right, or again once the next attempt has begun"
+        raise ClusterError(f"{run} is between two attempts, and only who may patch configmaps stops it there. {fix}.")
 
 
 def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:

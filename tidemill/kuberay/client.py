@@ -58,7 +58,7 @@ class KubernetesCluster:
             else:
                 load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
         except (ConfigException, OSError, ValueError) as error:
-            fix = f"{error}. Name the cluster's kubeconfig in KUBECONFIG."
+            fix = f"{str(error).rstrip('.')}. Name the cluster's kubeconfig in KUBECONFIG."
             found = os.environ.get("KUBECONFIG")
             raise ConfigError("KUBECONFIG", found, "a kubeconfig that can be read", fix) from error
         return cls(namespace, ApiClient(configuration), patience)

@@ -285,9 +285,8 @@ def credentials() -> tuple[str, str]:
     """
     for name in (ACCESS_KEY, SECRET_KEY):
         if not os.environ.get(name):
-            raise ConfigError(
-                name, None, "the S3 key, in the environment", f"Export {name}, or set store.endpoint to embedded."
-            )
+            fix = f"Export {name}. Only store.endpoint = embedded, on this machine, needs no keys."
+            raise ConfigError(name, None, "the S3 key, in the environment", fix)
     return os.environ[ACCESS_KEY], os.environ[SECRET_KEY]
 
 
