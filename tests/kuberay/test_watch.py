@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from kuberay_rig import Rig
 
-from tidemill.errors import ClusterError, ConfigError, DataError, EngineError, RewardError, RunError, TidemillError
+from tidemill.errors import (
+    ClusterError,
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    RunError,
+    StoreError,
+    TidemillError,
+)
 from tidemill.failure import Failure
 from tidemill.kuberay import budget
 from tidemill.kuberay.board import ENDED, ENDED_OF, STOPPED, close
@@ -20,6 +29,7 @@ from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.release import release_run
 from tidemill.observe.events import read_events
 from tidemill.store.attempt import Attempt
+from tidemill.store.object_store import ListedObject, ObjectStore
 
 
 def with_kubernetes(rig: Rig, **settings: Any) -> None:
@@ -565,3 +575,34 @@ def test_a_pipeline_that_a_person_tries_again_after_its_end_goes_on_with_new_att
     rig.clock.after(60, lambda: rig.succeeds(2))
     assert rig.watcher().follow(first).steps == 3
     assert rig.made() == [rig.job(1), rig.job(2)]
+
+
+class AwayStore(ObjectStore):
+    """A store that may be away for everything but whether an object is there."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store.client, store.endpoint, store.bucket)
+        self.away = False
+
+    def list(self, prefix: str, after: str = "") -> tuple[ListedObject, ...]:
+        if self.away:
+            raise StoreError("no S3 answer")
+        return super().list(prefix, after)
+
+
+def test_a_store_that_is_away_keeps_no_watcher_from_its_sign_of_life(rig: Rig) -> None:
+    rig.store = store = AwayStore(rig.store)
+    first = rig.watcher().provision()
+    ages: list[float] = []
+
+    def look() -> None:
+        ages.append(rig.clock.now - float(rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT]))
+
+    rig.starts()
+    rig.clock.after(50, lambda: setattr(store, "away", True))
+    for after in range(100, 650, 50):
+        rig.clock.after(after, look)
+    rig.clock.after(650, lambda: setattr(store, "away", False))
+    rig.clock.after(700, rig.succeeds)
+    assert rig.watcher().follow(first).steps == 3
+    assert max(ages) <= 36

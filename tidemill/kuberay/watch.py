@@ -209,20 +209,22 @@ class Watcher:
             clock.sleep(POLL_S)
 
     def look(self, visit: Visit) -> JobState:
-        """One look, and what follows from it."""
+        """One look, and what follows from it. The sign of life comes first: the store may be away, and for long."""
         now = self.attempts.clock.time()
         pods = self.cluster.list(PODS, selector(self.config.name))
         job = self.cluster.get(RAY_JOBS, job_name(self.config.name, visit.attempt.number))
         own = [pod for pod in pods if attempt_of(labels_of(pod)) == visit.attempt.number]
         state = assess(job, own, self.events(own), now)
-        visit.mirror.catch_up()
         self.meter.see(pods, self.config.kubernetes.gpu_resource, now)
+        due = now - visit.beaten >= BEAT_S
+        if due and not state.over:
+            self.beat(visit, state, now)
+        visit.mirror.catch_up()
         self.report(visit, state)
-        if job is None or state.over:
+        if due or state.over:
             budget.save(self.meter, self.store, self.config.name)
-            return self.in_time(visit, state, job, now)
-        self.beat(visit, state, now)
-        self.pass_on_stop(visit, job, now)
+        if job is not None and not state.over:
+            self.pass_on_stop(visit, job, now)
         return self.in_time(visit, state, job, now)
 
     def events(self, pods: Sequence[Object]) -> Sequence[Object]:
@@ -248,9 +250,6 @@ class Watcher:
 
     def beat(self, visit: Visit, state: JobState, now: float) -> None:
         """Leave a sign of life at the RayJob, and what it has cost."""
-        if now - visit.beaten < BEAT_S:
-            return
-        budget.save(self.meter, self.store, self.config.name)
         name = job_name(self.config.name, visit.attempt.number)
         self.cluster.patch(RAY_JOBS, name, {"metadata": {"annotations": {HEARTBEAT: f"{now:.0f}"}}})
         step = visit.mirror.last
