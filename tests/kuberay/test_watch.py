@@ -606,3 +606,35 @@ def test_a_store_that_is_away_keeps_no_watcher_from_its_sign_of_life(rig: Rig) -
     rig.clock.after(700, rig.succeeds)
     assert rig.watcher().follow(first).steps == 3
     assert max(ages) <= 36
+
+
+@pytest.mark.parametrize("ahead", ["runs", "gone", "succeeded", "given up"])
+def test_a_watcher_that_is_slower_than_another_one_follows_it(rig: Rig, ahead: str) -> None:
+    """Both saw attempt 1 fail. While this one waits for its pods to end, the other one goes on to attempt 2 and 3."""
+    first = rig.watcher().provision()
+    rig.starts()
+    holds_on(rig, 20, 200)
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+
+    def go_ahead() -> None:
+        rig.steps(2, 1)
+        if ahead == "runs":
+            rig.attempts.begin(2)
+            rig.operator.admit(rig.job(2))
+        elif ahead == "succeeded":
+            rig.leaves(2)
+        elif ahead == "given up":
+            rig.watcher().ending.give_up(Attempt(rig.config.name, 2), ClusterError("no room"))
+
+    rig.clock.after(100, go_ahead)
+    last = {"runs": 2, "gone": 3}.get(ahead)
+    if last is not None:
+        if ahead == "gone":
+            rig.starts(3, after=220)
+        rig.clock.after(260, lambda: rig.succeeds(last))
+    if ahead == "given up":
+        with pytest.raises(ClusterError, match="no room"):
+            rig.watcher().follow(first)
+    else:
+        assert rig.watcher().follow(first).steps == 3
+    assert rig.made() == [rig.job(1), *([rig.job(last)] if last else [])]

@@ -146,8 +146,7 @@ class Watcher:
             cause, *_ = str(error).splitlines()
             self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {cause}"))
             self.post(failure=f"attempt {number}: {error}")
-            number += 1
-            self.beginning.of(number)
+            number = self.entry(number)  # another watcher may have gone ahead
 
     def release(self, number: int, error: TidemillError) -> None:
         """Delete what a failed attempt holds.
@@ -161,10 +160,10 @@ class Watcher:
             raise RunError(f"{error}\nWhat is more, its cluster does not go away: {left}") from error.__cause__
 
     def entry(self, first: int) -> int:
-        """Which attempt to watch: the live one, the one that ended meanwhile, or a new one.
+        """Which attempt to watch, not before `first`: the live one, the one that ended meanwhile, or a new one.
 
         Raises:
-            ClusterError: the run was ended, or an earlier try of this step gave it up.
+            ClusterError: the run was ended, or another watcher, such as that of an earlier try, gave it up.
         """
         number = self.attempts.live()
         if number is not None:
