@@ -49,6 +49,11 @@ def test_a_pipeline_whose_settings_cannot_be_read_gives_back_what_is_its_own(rig
     assert rig.left() == []
 
 
+def test_where_we_may_not_look_nothing_is_ours(rig: Rig) -> None:
+    rig.cluster.forbidden = [("list", RAY_JOBS)]
+    release_pipeline(rig.cluster, "mine", rig.clock)
+
+
 def test_what_does_not_go_away_is_named(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tidemill.kuberay.attempts import Clock, WallClock, patiently, wait_until_none
@@ -40,11 +40,13 @@ def release_run(cluster: Cluster, run: str, kfp_run: str | None, clock: Clock) -
 
 
 def release_pipeline(cluster: Cluster, kfp_run: str, clock: Clock) -> None:
-    """Delete the RayJobs of a pipeline run, whatever they are called.
+    """Delete the RayJobs of a pipeline run, whatever they are called; where we may not look, nothing is ours.
 
     Raises:
         RunError: something is still there after some minutes.
     """
+    if not cluster.may("list", RAY_JOBS):
+        return
     chosen = f"{selector()},{KFP_RUN_LABEL}={kfp_run}"
 
     def close_all() -> None:
@@ -67,18 +69,23 @@ def release(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock
     wait_until_none(cluster, chosen, ours, clock)
 
 
-def release_this_pipeline(kfp_run: str) -> None:
-    """Give back what a pipeline run holds whose settings cannot be read; nothing outside of a cluster.
+def release_this_pipeline(kfp_run: str, namespaces: Collection[str]) -> None:
+    """Give back what a pipeline run holds, whatever its settings say by now; nothing outside of a cluster.
+
+    Args:
+        kfp_run: its id.
+        namespaces: where to look besides the namespace of this pod.
 
     Raises:
         RunError: something is still there after some minutes.
     """
-    namespace = own_namespace()
-    if namespace is None or not kfp_run:
+    own = own_namespace()
+    if own is None or not kfp_run:
         return
     from tidemill.kuberay.client import KubernetesCluster
 
-    release_pipeline(KubernetesCluster.connect(namespace), kfp_run, WallClock())
+    for namespace in sorted({own, *namespaces}):
+        release_pipeline(KubernetesCluster.connect(namespace), kfp_run, WallClock())
 
 
 def own_namespace() -> str | None:
