@@ -86,7 +86,7 @@ class StoreRefusedError(StoreError):
 class StoreGapError(StoreError):
     """A part of what was written one after the other is missing, and what comes after it is there."""
 
-    def __init__(self, message: str, end: int) -> None:
+    def __init__(self, message: str, end: int = 0) -> None:
         """Args: message: for the user; end: offset of the first byte behind the gap."""
         self.end = end
         super().__init__(message)
