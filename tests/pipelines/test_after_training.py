@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from tiny_model import make_tiny_model
 from tidemill.config import RunConfig
 from tidemill.observe.events import read_events
 from tidemill.observe.report import Sample, Summary
-from tidemill.pipeline.steps import evaluate, excerpt, provision, register, teardown, track_evaluation
+from tidemill.pipeline.excerpt import LONGEST, clip, excerpt, shown
+from tidemill.pipeline.steps import evaluate, log_number, provision, register, teardown, track_evaluation
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import load_config
 from tidemill.store.locate import Locator
@@ -24,6 +25,7 @@ from tidemill.store.weed import find_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
+ARGUMENT_BYTES = 128 * 1024  # of one argument on Linux; KFP hands all inputs of a step over as one
 ANSWER = {"prompt": "w5 w6", "response": "w7", "expected": "7", "reward": 1.0}
 
 
@@ -106,11 +108,37 @@ def test_curve_of_a_server_that_is_away_is_empty(trained: RunConfig) -> None:
     assert history(away, "run", "reward/mean") == []
 
 
-def test_what_evaluation_passes_on_is_small(trained: RunConfig) -> None:
-    answers = tuple(Answer(f"w{n}", "w7" * 1000, "7", 1.0) for n in range(100))
-    asked = replace(summary(trained, 0.25), samples=(Sample("w5", None, None, None),))
-    kept = excerpt(Evaluation(0, 0.5, answers, {}), asked)
-    assert ([answer.prompt for answer in kept.answers], kept.score) == (["w5"], 0.5)
+def test_what_steps_pass_on_is_one_argument_of_a_command(trained: RunConfig, tmp_path: Path) -> None:
+    texts = [f"{n} {'何' * 100_000} {n}" for n in range(100)]
+    answers = tuple(Answer(text, text, text, 1.0) for text in texts)
+    long = replace(summary(trained, 0.25), samples=tuple(Sample(text, text, None, text) for text in texts[:5]))
+    passed = excerpt(long)
+    kept = shown(Evaluation(0, 0.5, answers, {}), passed)
+    assert [answer.prompt for answer in kept.answers] == [sample.prompt for sample in passed.samples]
+    inputs = {"config": trained.to_yaml(), "summary": passed.to_json(), "evaluation": json.dumps(asdict(kept))}
+    assert len(json.dumps({"parameterValues": inputs})) < ARGUMENT_BYTES
+    final, _ = registered(trained, passed, json.dumps(asdict(kept)), tmp_path)
+    assert [sample.after for sample in final.samples] == [answer.response for answer in kept.answers]
+
+
+def test_text_is_cut_in_the_middle_and_only_once() -> None:
+    cut = clip("begin" + "x" * 10_000 + "end")
+    assert cut.startswith("beginx") and cut.endswith("xend") and len(cut) <= LONGEST
+    assert clip(cut) == cut and clip("x" * LONGEST) == "x" * LONGEST
+
+
+def test_prompts_that_are_cut_to_the_same_text_count_once(trained: RunConfig) -> None:
+    answers = tuple(Answer(f"{'a' * 300}{n:03}{'b' * 300}", str(n), None, 1.0) for n in range(100))
+    asked = replace(summary(trained, 0.25), samples=(Sample(answers[0].prompt, "before", None, None),))
+    assert [answer.response for answer in shown(Evaluation(0, 0.5, answers, {}), excerpt(asked)).answers] == ["0"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "text"])
+def test_what_is_no_number_is_no_metric_of_kfp(value: object) -> None:
+    metrics: dict[str, float] = {}
+    log_number(metrics.__setitem__, "score", value)
+    log_number(metrics.__setitem__, "steps", 3)
+    assert metrics == {"steps": 3}
 
 
 def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig, tmp_path: Path) -> None:

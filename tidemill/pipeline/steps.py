@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from tidemill.failure import recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
 from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, render
+from tidemill.pipeline.excerpt import excerpt, shown
 from tidemill.pipeline.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
 from tidemill.pipeline.provider import provider_of
 from tidemill.protocols import Evaluation, evaluation_from_json
@@ -87,24 +89,29 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
         log_metric: gets the numbers of the summary.
 
     Returns:
-        JSON of `observe.report.Summary`.
+        JSON of `observe.report.Summary`, its texts cut.
     """
     run = parse_config(config)
     with step("train", run) as log:
         summary = provider_of(run).train(json.loads(provisioned), log)
         summary.write(run.folder / "summary.json")
     for name, value in asdict(summary).items():
-        if isinstance(value, int | float):
-            log_metric(name, value)
-    return summary.to_json()
+        log_number(log_metric, name, value)
+    return excerpt(summary).to_json()
+
+
+def log_number(log_metric: LogMetric, name: str, value: object) -> None:
+    """Show a value as a metric of KFP if it is a number; the JSON that KFP reads has no NaN and no infinity."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        log_metric(name, value)
 
 
 def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
     """The score of the exported model on the held-out prompts, from a fresh engine.
 
     Returns:
-        JSON of `protocols.Evaluation` with the answers that the report shows, or `null` without `data.held_out`; MLflow
-        has all answers.
+        JSON of `protocols.Evaluation` with the answers that the report shows, cut, or `null` without `data.held_out`;
+        MLflow has all answers.
     """
     run = parse_config(config)
     trained = Summary.from_json(summary)
@@ -115,14 +122,8 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
         answers = [asdict(answer) for answer in evaluation.answers]
         log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
         track_evaluation(run, trained, evaluation)
-    log_metric("held_out_score", evaluation.score)
-    return json.dumps(asdict(excerpt(evaluation, trained)))
-
-
-def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
-    """The evaluation with the answers that the report shows: what steps pass on is kept in etcd, which takes little."""
-    asked = {sample.prompt for sample in summary.samples}
-    return replace(evaluation, answers=tuple(answer for answer in evaluation.answers if answer.prompt in asked))
+    log_number(log_metric, "held_out_score", evaluation.score)
+    return json.dumps(asdict(shown(evaluation, trained)), ensure_ascii=False)
 
 
 class Pointer(Protocol):
