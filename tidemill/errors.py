@@ -8,6 +8,7 @@ TidemillError
 │   └── RewardTimeoutError   a reward function did not return in time
 ├── EngineError      a generation engine failed or did not answer in time
 │   └── EngineLostError      its process died or is stuck: another engine has to take its place
+│       └── EngineCrashedError   it died of itself under a request, not with its machine
 ├── SyncError        weights did not arrive whole at an engine
 │   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
@@ -60,6 +61,10 @@ class EngineError(TidemillError, RuntimeError):
 
 class EngineLostError(EngineError):
     """An engine's process died or is stuck; what it was asked for has to be asked of another engine."""
+
+
+class EngineCrashedError(EngineLostError):
+    """An engine died under a request, while the process around it and its machine live on."""
 
 
 class SyncError(TidemillError, RuntimeError):

@@ -286,8 +286,8 @@ def credentials() -> tuple[str, str]:
     for name in (ACCESS_KEY, SECRET_KEY):
         if not os.environ.get(name):
             fix = (
-                f"Export {name}. Only store.endpoint = embedded, on this machine, needs no keys. A step of a pipeline gets "
-                "it from the secret that the parameter store_secret names, in the step's own namespace."
+                f"Export {name}. Only store.endpoint = embedded, on this machine, needs no keys. A step of a pipeline "
+                "gets it from the secret that the parameter store_secret names, in the step's own namespace."
             )
             raise ConfigError(name, None, "the S3 key, in the environment", fix)
     return os.environ[ACCESS_KEY], os.environ[SECRET_KEY]
