@@ -47,7 +47,7 @@ class Platform:
         assert done.returncode == 0 or not check, f"{words}: {done.stderr}"
         return done
 
-    def may(self, account: str, verb: str, resource: str, namespace: str | None = None) -> bool:
+    def may(self, account: str, verb: str, resource: str, namespace: str | None = None, name: str = "") -> bool:
         """What `kubectl auth can-i` says of a service account; it knows kinds that the cluster has, this knows all.
 
         Args:
@@ -55,10 +55,17 @@ class Platform:
             verb: such as `list`.
             resource: `PLURAL`, `PLURAL.GROUP` or `PLURAL/PART`.
             namespace: where; None is this one.
+            name: of an object; "" is any.
         """
-        name, _, part = resource.partition("/")
-        plural, _, group = name.partition(".")
-        asked = {"namespace": namespace or self.namespace, "verb": verb, "group": group, "resource": plural}
+        kind, _, part = resource.partition("/")
+        plural, _, group = kind.partition(".")
+        asked = {
+            "namespace": namespace or self.namespace,
+            "verb": verb,
+            "group": group,
+            "resource": plural,
+            "name": name,
+        }
         spec = {
             "user": f"system:serviceaccount:{self.namespace}:{account}",
             "groups": ["system:serviceaccounts", f"system:serviceaccounts:{self.namespace}", "system:authenticated"],

@@ -111,6 +111,16 @@ def test_ray_pods_may_nothing(applied: Platform) -> None:
     assert not any(applied.may("tidemill-ray", verb, resource) for verb, resource in PIPELINE)
 
 
+def test_a_step_in_a_profile_reads_the_secrets_of_kfp_and_no_other(applied: Platform) -> None:
+    applied.apply("test", components=["profile"])
+    secrets_of_kfp = ("mlpipeline-minio-artifact", "kfp-mlflow-credentials")
+    assert all(applied.may("tidemill-pipeline", "get", "secrets", name=name) for name in secrets_of_kfp)
+    assert applied.may("tidemill-pipeline", "create", "workflowtaskresults.argoproj.io")
+    for name in ("", "tidemill-store", "tidemill-store-admin"):
+        assert not applied.may("tidemill-pipeline", "get", "secrets", name=name)
+    assert not applied.may("tidemill-pipeline", "list", "secrets", name=secrets_of_kfp[0])
+
+
 def test_a_pod_as_root_is_refused(applied: Platform) -> None:
     rooted = pod("rooted", IMAGE, securityContext={"runAsUser": 0, "seccompProfile": {"type": "RuntimeDefault"}})
     refused = applied.kubectl("create", "-f", "-", stdin=rooted, check=False)
