@@ -15,7 +15,6 @@ from tidemill.run_file import parse_config
 from tidemill.store.registry import last_prompts
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
 

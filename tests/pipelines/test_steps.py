@@ -198,3 +198,7 @@ def test_time_of_a_step_adds_up_over_its_tries_and_begins_with_the_newest_attemp
     names = ["validate", "provision", "train", "validate", "load", "provision", "train", "train", "evaluate"]
     phases = [PhaseStarted(name, 10.0 * number) for number, name in enumerate(names)]
     assert seconds_by_step(phases, 95.0) == {"validate": 20.0, "provision": 10.0, "train": 20.0, "evaluate": 15.0}
+
+
+def test_time_of_a_step_that_is_not_counted_is_no_time() -> None:
+    assert seconds_by_step([PhaseStarted("conclude", 1.0)], 2.0) == seconds_by_step([], 2.0) == {}

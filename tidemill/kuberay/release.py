@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tidemill.kuberay.attempts import Clock, WallClock, wait_until_none
+from tidemill.kuberay.attempts import Clock, WallClock, patiently, wait_until_none
+from tidemill.kuberay.board import close
 from tidemill.kuberay.cluster import RAY_JOBS, Cluster, Object, labels_of, name_of
-from tidemill.kuberay.names import KFP_RUN_LABEL, selector
+from tidemill.kuberay.names import KFP_RUN_LABEL, RUN_LABEL, selector
 
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """What a pod of a cluster finds its namespace in."""
+GIVEN_BACK = "the run was given back, as by its exit handler or `tidemill stop --now`"
 
 
 def release_run(cluster: Cluster, run: str, kfp_run: str | None, clock: Clock) -> bool:
@@ -32,6 +34,7 @@ def release_run(cluster: Cluster, run: str, kfp_run: str | None, clock: Clock) -
     def ours(thing: Object) -> bool:
         return kfp_run is None or labels_of(thing).get(KFP_RUN_LABEL, kfp_run) == kfp_run
 
+    patiently(lambda: close(cluster, run, ended=GIVEN_BACK, ended_of=kfp_run or ""), clock)
     release(cluster, selector(run), ours, clock)
     return not cluster.list(RAY_JOBS, selector(run))
 
@@ -42,15 +45,27 @@ def release_pipeline(cluster: Cluster, kfp_run: str, clock: Clock) -> None:
     Raises:
         RunError: something is still there after some minutes.
     """
-    if cluster.may("list", RAY_JOBS):
-        release(cluster, f"{selector()},{KFP_RUN_LABEL}={kfp_run}", lambda thing: True, clock)
+    if not cluster.may("list", RAY_JOBS):
+        return
+    chosen = f"{selector()},{KFP_RUN_LABEL}={kfp_run}"
+
+    def close_all() -> None:
+        for run in {labels_of(job)[RUN_LABEL] for job in cluster.list(RAY_JOBS, chosen)}:
+            close(cluster, run, ended=GIVEN_BACK, ended_of=kfp_run)
+
+    patiently(close_all, clock)
+    release(cluster, chosen, lambda thing: True, clock)
 
 
 def release(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock: Clock) -> None:
     """Delete RayJobs and wait for what they own."""
-    for job in cluster.list(RAY_JOBS, chosen):
-        if ours(job):
-            cluster.delete(RAY_JOBS, name_of(job))
+
+    def delete() -> None:
+        for job in cluster.list(RAY_JOBS, chosen):
+            if ours(job):
+                cluster.delete(RAY_JOBS, name_of(job))
+
+    patiently(delete, clock)
     wait_until_none(cluster, chosen, ours, clock)
 
 

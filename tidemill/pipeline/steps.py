@@ -266,12 +266,16 @@ def with_times(summary: Summary, run: RunConfig) -> Summary:
 
 
 def seconds_by_step(phases: Sequence[PhaseStarted], now: float) -> dict[str, float]:
-    """Seconds from the start of each step to that of the next, since the pipeline last began."""
+    """Seconds from the start of each step to that of the next, since the pipeline last began.
+
+    A pod knows of its own step only, which may be one that is not counted.
+    """
     steps = [phase for phase in phases if phase.name in STEPS]
     begins = [index for index, step in enumerate(steps) if step.name == STEPS[0]]
     newest = steps[begins[-1] if begins else 0 :]
     seconds: dict[str, float] = {}
-    for step, end in zip(newest, [*(later.time for later in newest[1:]), now], strict=True):
+    ends = [*(step.time for step in newest), now][1:]
+    for step, end in zip(newest, ends, strict=True):
         seconds[step.name] = seconds.get(step.name, 0.0) + end - step.time
     return seconds
 
