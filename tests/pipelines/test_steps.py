@@ -99,6 +99,12 @@ def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig,
     assert (failure.step, failure.expected, failure.passing) == ("validate", True, False)
 
 
+def test_settings_that_no_later_step_could_be_given_are_refused(addition: RunConfig) -> None:
+    data = addition.data.model_copy(update={"system_prompt": "Be brief. " * 4000})
+    with pytest.raises(ConfigError, match=r"^config = '\d+ bytes': allowed is at most 32768 with every default"):
+        validated(addition.model_copy(update={"data": data}).to_yaml())
+
+
 def test_unknown_reward_is_refused(addition: RunConfig) -> None:
     with pytest.raises(RewardError, match="exact_numbr"):
         validated(changed(addition, "rewards.0.function=exact_numbr"))

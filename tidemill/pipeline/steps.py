@@ -30,6 +30,7 @@ from tidemill.protocols import Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
 
+LONGEST_SETTINGS = 32 << 10
 LogMetric = Callable[[str, float], None]
 STEPS = ("validate", "provision", "train", "evaluate", "register")
 
@@ -57,6 +58,7 @@ def validate(config: str) -> str:
     """
     run = parse_config(config)
     with step("validate", run):
+        check_length(run)
         check_inputs(run)
         check_model(run)
         check_tracking(run.tracking.uri)
@@ -65,6 +67,18 @@ def validate(config: str) -> str:
         provider_of(run).check()
         pinned = pin_model(run)
     return pinned.to_yaml()
+
+
+def check_length(run: RunConfig) -> None:
+    """Refuse settings that later steps could not be given: see `excerpt`.
+
+    Raises:
+        ConfigError: they are too long.
+    """
+    length = len(run.to_yaml().encode())
+    if length > LONGEST_SETTINGS:
+        fix = "Long texts belong into files: prompts into data.train, a template into the model's tokenizer."
+        raise ConfigError("config", f"{length} bytes", f"at most {LONGEST_SETTINGS} with every default", fix)
 
 
 def provision(config: str) -> str:
