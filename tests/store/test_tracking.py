@@ -12,8 +12,18 @@ from mlflow.exceptions import MlflowException
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.sections import ClusterConfig
+from tidemill.store import tracking
 from tidemill.store.metric_writer import Unwritten
-from tidemill.store.tracking import TrackedRun, Tracker, end_killed, flatten, make_client, tracking_uri
+from tidemill.store.tracking import (
+    TrackedRun,
+    Tracker,
+    close_sweep,
+    end_killed,
+    flatten,
+    make_client,
+    open_sweep,
+    tracking_uri,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -156,6 +166,21 @@ def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig,
     assert (run.info.run_id, run.info.status) == (tracker.run_id, "FINISHED")
     assert run.data.params["model"] == "some/model"
     assert [(p.step, p.value) for p in client.get_metric_history(tracker.run_id, "loss")] == [(1, 1.0), (2, 0.5)]
+
+
+@pytest.mark.parametrize("error", [MlflowException("API request failed"), ConnectionError("503 of the artifacts")])
+def test_a_server_that_is_away_at_the_end_costs_the_page_of_a_sweep_and_not_the_sweep(
+    mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise error
+
+    client = make_client(tracking_uri(mlflow_config))
+    monkeypatch.setattr(tracking, "make_client", lambda uri: client)
+    open_sweep(mlflow_config, ["addition-v1"])
+    monkeypatch.setattr(client, "log_text", refuse)
+    close_sweep(mlflow_config, {"addition-v1": 0.5}, "addition-v1", "# Sweep")
+    assert f"the sweep addition is not told in MLflow at {tracking_uri(mlflow_config)}: {error}" in caplog.text
 
 
 def unreachable(config: RunConfig, **more: Any) -> RunConfig:

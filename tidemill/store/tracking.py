@@ -322,7 +322,7 @@ def close_sweep(config: RunConfig, scores: Mapping[str, float], best: str, repor
         client.set_tag(run.info.run_id, "tidemill.best", best)
         client.log_text(run.info.run_id, report, "report.md")
         client.set_terminated(run.info.run_id)
-    except MlflowException as error:
+    except (MlflowException, OSError) as error:  # what its HTTP client raises of artifacts is an OSError
         log.warning("the sweep %s is not told in MLflow at %s: %s", config.name, tracking_uri(config), error)
 
 
