@@ -12,8 +12,8 @@ from tidemill.config import RunConfig
 
 CONTEXT = "mlflow.data.context"
 UPLOADED = re.compile(r"^s3://.*/inputs/(?P<digest>[0-9a-f]{64})/")
-DIGEST = 32
-"""Letters of a digest; MLflow takes 36."""
+DIGEST = 8
+"""Letters of a digest, as many as MLflow's own ones have, and its lists show."""
 
 
 def dataset_inputs(config: RunConfig) -> list[Any]:
