@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, StoreError
 from tidemill.observe.links import forwarded, links
 from tidemill.pipeline.request import Request
 from tidemill.store.object_store import ObjectStore
@@ -109,3 +112,48 @@ def test_links_on_this_machine_name_the_folder(addition: RunConfig) -> None:
 def test_settings_that_are_no_yaml_are_refused() -> None:
     with pytest.raises(ConfigError, match="valid YAML"):
         Request("a: [").settings()
+
+
+def test_form_with_fields_of_one_line_takes_json_and_lists(addition: RunConfig) -> None:
+    tree = json.dumps(yaml.safe_load(addition.to_yaml()))
+    asked = Request(tree, '[seed=9, trainer.steps=7, "data.system_prompt=Brief, please"]')
+    config = asked.settings()
+    assert (config.seed, config.trainer.steps) == (9, 7)
+    assert config.data.system_prompt == "Brief, please"
+
+
+def test_lines_of_another_system_are_lines(addition: RunConfig) -> None:
+    text, lines = addition.to_yaml().replace("\n", "\r\n"), "seed=9\r\n# a remark\r\ntrainer.steps=7\r\n"
+    config = Request("\ufeff" + text, lines).settings()
+    assert (config.seed, config.trainer.steps, config.model) == (9, 7, addition.model)
+
+
+def test_run_file_that_lost_its_line_breaks_says_so(addition: RunConfig) -> None:
+    with pytest.raises(ConfigError, match="KFP's form drops line breaks"):
+        Request(addition.to_yaml().replace("\n", "")).settings()
+
+
+@pytest.mark.parametrize("text", ["", " ", "run", "[1, 2]", "\t", "s3://bucket"])
+def test_text_that_is_no_settings_is_refused(text: str) -> None:
+    with pytest.raises((ConfigError, StoreError)):
+        Request(text).settings()
+
+
+@pytest.mark.parametrize("text", ["[seed=1", "[1]", "[{a: b}]", "[seed=[1]]"])
+def test_list_that_is_none_of_texts_is_refused(addition: RunConfig, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^overrides = .* or \[ENTRY, ENTRY\]"):
+        Request(addition.to_yaml(), text).settings()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("engines", 2.5), ("engines", -1), ("ranks", 1.5), ("gpu_hours", -1.0), ("image", "i")]
+)
+def test_field_that_makes_no_sense_is_refused(addition: RunConfig, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"\.{field} = "):
+        replace(Request(addition.to_yaml(), ON_CLUSTER), **{field: value}).settings()
+
+
+def test_file_in_the_store_that_is_no_text_is_refused(store: ObjectStore) -> None:
+    store.put_bytes("settings/run.yaml", b"\xff\xfe")
+    with pytest.raises(ConfigError, match="a file of text in UTF-8"):
+        Request(store.uri("settings/run.yaml"), f"store.endpoint={store.endpoint}").settings()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
-LONGEST = 1200
-"""Characters; the answers of a report pass between the steps of a pipeline, as arguments of their processes."""
+LONGEST = 500
+"""Characters. The answers of a report pass between the steps of a pipeline in one argument of a process, which takes
+128 KiB: 30 texts, with up to six bytes a character.
+"""
+CUT = "\n[...]\n"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that move the cursor, change colours or ring a bell; not newline and tab."""
 
@@ -16,9 +19,12 @@ def printable(text: str) -> str:
 
 
 def excerpt(text: str, longest: int = LONGEST) -> str:
-    """The text, printable; of a long one its beginning and its end, where the answer stands."""
+    """The text, printable; of a long one its beginning and its end, where the answer stands.
+
+    What this returns stays as it is when it is cut once more.
+    """
     text = printable(text.strip())
     if len(text) <= longest:
         return text
-    half = longest // 2
-    return f"{text[:half]}\n[...]\n{text[-half:]}"
+    half = (longest - len(CUT)) // 2
+    return f"{text[:half].rstrip()}{CUT}{text[-half:].lstrip()}"

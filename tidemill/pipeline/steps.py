@@ -6,6 +6,7 @@ validate ─► provision ─► train ─► evaluate ─► register, and tear
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, shortened
 from tidemill.pipeline.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
 from tidemill.pipeline.provider import provider_of
-from tidemill.protocols import Evaluation, evaluation_from_json
+from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
 
@@ -85,24 +86,29 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
         log_metric: gets the numbers of the summary.
 
     Returns:
-        JSON of `observe.report.Summary`.
+        JSON of `observe.report.Summary`, its texts cut.
     """
     run = parse_config(config)
     with step("train", run) as log:
         summary = provider_of(run).train(json.loads(provisioned), log)
         summary.write(run.folder / "summary.json")
     for name, value in asdict(summary).items():
-        if isinstance(value, int | float):
-            log_metric(name, value)
+        log_number(log_metric, name, value)
     return summary.to_json()
+
+
+def log_number(log_metric: LogMetric, name: str, value: object) -> None:
+    """Show a value as a metric of KFP if it is a number; the JSON that KFP reads has no NaN and no infinity."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        log_metric(name, value)
 
 
 def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
     """The score of the exported model on the held-out prompts, from a fresh engine.
 
     Returns:
-        JSON of `protocols.Evaluation` with the answers that the report shows, or `null` without `data.held_out`; MLflow
-        has all answers.
+        JSON of `protocols.Evaluation` with the answers that the report shows, cut, or `null` without `data.held_out`;
+        MLflow has all answers.
     """
     run = parse_config(config)
     trained = Summary.from_json(summary)
@@ -113,15 +119,22 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
         answers = [asdict(answer) for answer in evaluation.answers]
         log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
         track_evaluation(run, trained, evaluation)
-    log_metric("held_out_score", evaluation.score)
-    return json.dumps(asdict(excerpt(evaluation, trained)))
+    log_number(log_metric, "held_out_score", evaluation.score)
+    return json.dumps(asdict(excerpt(evaluation, trained)), ensure_ascii=False)
 
 
 def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
-    """The evaluation with the answers that the report shows: what steps pass on is kept in etcd, which takes little."""
+    """The evaluation with the answers that the report shows.
+
+    KFP hands all inputs of a step to it as one argument of a command, for which Linux has 128 KiB, and keeps them in
+    etcd. MLflow has every answer in full.
+    """
     asked = {sample.prompt for sample in summary.samples}
-    shown = map(shortened, evaluation.answers)
-    return replace(evaluation, answers=tuple(answer for answer in shown if answer.prompt in asked))
+    shown: dict[str, Answer] = {}
+    for answer in map(shortened, evaluation.answers):
+        if answer.prompt in asked:
+            shown.setdefault(answer.prompt, answer)  # prompts that are cut to the same text count once, as the first
+    return replace(evaluation, answers=tuple(shown.values()))
 
 
 class Pointer(Protocol):
