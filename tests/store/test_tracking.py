@@ -1,4 +1,5 @@
 import asyncio
+import hashlib
 import json
 import math
 import socket
@@ -13,6 +14,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.sections import ClusterConfig
 from tidemill.store import tracking
+from tidemill.store.dataset_inputs import digest_of
 from tidemill.store.metric_writer import Unwritten
 from tidemill.store.tracking import (
     TrackedRun,
@@ -279,6 +281,25 @@ def test_description_and_source_say_where_the_rest_is(
     tags = tags_of(tracker)
     assert (tags["mlflow.source.name"], tags["mlflow.source.git.commit"]) == ("tidemill", "abc")
     assert str(mlflow_config.folder) in tags["mlflow.note.content"]
+
+
+def test_prompts_are_datasets_by_their_content(mlflow_config: RunConfig, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    data = mlflow_config.data.model_copy(update={"train": str(rows), "held_out": "hf://openai/gsm8k:test"})
+    found = []
+    for text in ('{"prompt": "1 + 1"}\n', '{"prompt": "1 + 2"}\n'):
+        rows.write_text(text)
+        tracker = Tracker.start(mlflow_config.model_copy(update={"data": data, "seed": len(found)}))
+        tracker.finish("FINISHED")
+        inputs = tracker.client.get_run(tracker.run_id).inputs.dataset_inputs
+        found.append({each.tags[0].value: each.dataset for each in inputs})
+    first, second = found
+    assert (first["training"].name, first["training"].source_type) == ("rows.jsonl", "local")
+    assert first["training"].digest != second["training"].digest
+    assert (first["evaluation"].name, first["evaluation"].source_type) == ("hf://openai/gsm8k:test", "hf")
+    assert first["evaluation"].digest == second["evaluation"].digest
+    sha = hashlib.sha256(rows.read_bytes()).hexdigest()
+    assert digest_of(f"s3://bucket/inputs/{sha}/rows.jsonl") == second["training"].digest
 
 
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])
