@@ -11,10 +11,14 @@ was thrown away. Age, waste and idle are explained at `Outcome`. Each of the oth
 is shown with the fastest one whose trained groups were all within the maximum age that ours is set to: drop-on-read
 holds it by force as ours does, verl and AReaL have no such limit, so that theirs is what the simulation observes.
 
+With several epochs every prompt comes again, as far from its first time as `--noise` says, and all rules see the same
+occurrences. Ours then remembers how long prompts took; "no memory" is ours on the same generation times, but with data
+in which no prompt comes twice. The first epoch, in which nothing is known, counts.
+
 The clairvoyant is no rule that could be built: it knows how long each prompt will take before it starts, and begins
 the long ones early in a version. What it reaches at the same maximum age is what scheduling alone can reach.
 
-    python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--versions 40] [--seeds 2] [--json rows.json]
+    python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--epochs 1 5] [--noise 0.3] [--json rows.json]
 """
 
 from __future__ import annotations

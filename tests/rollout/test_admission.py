@@ -106,7 +106,7 @@ class Run(RuleBasedStateMachine):
             return
         oldest = data.draw(st.integers(started, self.version))  # its first token may come later than its start
         self.now += data.draw(st.sampled_from([0.0, 1.0]))
-        self.deferral.remember(uid, data.draw(st.sampled_from([1.0, 9.0])))
+        self.deferral.finished(uid, self.now - data.draw(st.sampled_from([1.0, 9.0])), self.now)
         try:
             at_once(self.queue.put([Delivery(GroupHeader(uid, oldest, 1, 1), None)], NOW))
         except TimeoutError:
@@ -140,6 +140,7 @@ class Run(RuleBasedStateMachine):
         assert all(self.version - delivery.header.oldest_version <= self.eta for delivery in lease.deliveries)
         at_once(self.queue.acknowledge(lease.lease_id))
         self.ledger.trained(uids)
+        self.deferral.trained(uids)
         for uid in uids:
             del self.queued[uid]
         self.trained += uids
@@ -210,6 +211,7 @@ class Run(RuleBasedStateMachine):
                     at_once(self.queue.put([Delivery(GroupHeader(uid, self.flights[uid], 1, 1), None)], NOW))
                     self.ledger.queued(uid)
                     self.queued[uid] = self.flights.pop(uid)
+                    self.deferral.finished(uid, self.now - 1.0, self.now)
             self.train()
             if self.admission.complete():
                 break

@@ -19,11 +19,11 @@ ROWS = 10
 
 
 def deferral(eta: int = 1, trigger: int = 4, lasted: float = 40.0, **seconds: float) -> Deferral:
-    """Knows the given rows, `r3=30.0`; a version that `lasted` ended at time 0."""
+    """Knows the given rows, `r3=30.0`; a version that `lasted` ended at time 0, long after all groups had finished."""
     asynchrony = {"max_staleness": eta, "trigger_parameter_sync_step": trigger}
     made = Deferral(lambda uid: uid % ROWS, ROWS, run_config(asynchrony=asynchrony).asynchrony)
     for row, took in seconds.items():
-        made.remember(int(row[1:]), took)
+        made.finished(int(row[1:]), -1000.0 - took, -1000.0)
     made.begin_version(-lasted)
     made.begin_version(0.0)
     return made
@@ -40,14 +40,24 @@ def test_a_long_prompt_starts_early_in_a_version_and_is_put_off_late_in_one() ->
     assert late.choose([13, 14], now=11.0) == 14
     assert len(late) == 1
     late.begin_version(40.0)
-    assert late.choose([13, 15], now=79.0) == 13  # due, however late
+    assert late.choose([13, 15], now=79.0) == 13  # it is due, however late
     assert len(late) == 0
 
 
 def test_a_prompt_gets_twice_the_time_that_it_took_but_never_more_than_the_longest() -> None:
-    assert deferral(r3=20.0, r4=60.0).choose([13, 15], now=31.0) == 15
+    assert deferral(r3=20.0, r4=60.0).choose([13, 15], now=31.0) == 15  # 40 s of 39
     assert deferral(r3=20.0, r4=60.0).choose([13, 15], now=29.0) == 13
     assert deferral(r3=20.0, r4=30.0).choose([13, 15], now=39.0) == 13
+
+
+def test_where_the_trainer_waits_for_groups_its_last_batch_is_taken_when_the_last_of_them_is_finished() -> None:
+    made = deferral(r3=60.0)
+    made.finished(5, 30.0, 37.0)
+    made.finished(6, 30.0, 35.0)
+    made.trained([5, 6])
+    made.begin_version(40.0)  # 2 versions of 40 s, less 3 s
+    assert made.choose([13, 14], now=40.0 + 16.0) == 13
+    assert made.choose([13, 14], now=40.0 + 18.0) == 14
 
 
 def test_the_first_starts_where_none_ends_in_time() -> None:
@@ -73,7 +83,7 @@ def test_generations_that_fit_wherever_they_start_are_never_put_off(
 
 def test_before_a_version_was_measured_nothing_is_put_off() -> None:
     made = Deferral(lambda uid: uid, ROWS, run_config().asynchrony)
-    made.remember(3, 1000.0)
+    made.finished(3, -1000.0, 0.0)
     assert made.choose([3, 4], now=500.0) == 3
     made.begin_version(500.0)
     assert made.choose([3, 4], now=900.0) == 3
@@ -89,7 +99,7 @@ def test_no_prompt_is_put_off_in_two_versions_and_each_starts_once(seed: int, lo
             passed[other].add(version)
         ledger.dispatched(uid)
         started.append(uid)
-        made.remember(uid, rng.choice([1.0, 30.0, 80.0]))
+        made.finished(uid, now - rng.choice([1.0, 30.0, 80.0]), now)
         now += rng.choice([0.0, 3.0])
         if rng.random() < 0.1:
             made.begin_version(now)

@@ -1,9 +1,12 @@
 """Deferral: what is known to take long starts early in a version, where it fits. Pure bookkeeping, no IO.
 
 A group that starts in version v can be trained if it is finished when the trainer takes the last batch of version
-v + eta (eta is `max_staleness`). With versions that last T seconds and have s optimizer steps, that leaves
+v + eta (eta is `max_staleness`). With versions that last T seconds, that leaves
 
-    (eta + 1) * T - T / s - (time since v began)
+    (eta + 1) * T - r - (time since v began)
+
+where r is how long before the end of a version its last batch is taken. It is not seen, but it is no longer than
+T / (optimizer steps of a version), nor than the time since the last group of that batch was finished.
 
 Data is read many times, and a prompt's responses are about as long as in the pass before (He et al. 2025,
 arXiv:2508.18588, section 3). So a prompt that took long the last time and would start late in a version is put off to
@@ -13,14 +16,14 @@ the beginning of the next one, and the prompt behind it goes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from tidemill.sections import AsynchronyConfig
 
-# Responses vary, and grow in training. A group that turns out too long is generated in vain, one that is put off
-# needlessly costs nothing, so the margin is wide.
+# Responses vary, and may grow in training. A group that turns out too long is generated in vain; but where too much is
+# put off, the next version begins with more than can start early.
 MARGIN = 2.0
 
 
@@ -37,28 +40,35 @@ class Deferral:
     """
 
     def __init__(self, row: Callable[[int], int], rows: int, bounds: AsynchronyConfig) -> None:
-        eta, steps = bounds.max_staleness, bounds.trigger_parameter_sync_step
-        self._row, self._versions = row, eta + 1 - 1 / steps if eta else math.inf
+        self._row, self._eta, self._steps = row, bounds.max_staleness, bounds.trigger_parameter_sync_step
         self._seconds = np.zeros(rows, dtype=np.float32)  # that each took the last time; 0: not known
         self._longest = 0.0
         self._put_off: set[int] = set()
         self._due: set[int] = set()
+        self._finished: dict[int, float] = {}  # when, by occurrence, until it is trained
+        self._batch_finished = -math.inf
         self._began: float | None = None
-        self._version_s = math.inf
+        self._usable_s = math.inf  # of a version and the eta after it
 
     def __len__(self) -> int:
         """Prompts that are put off and have not started yet."""
         return len(self._put_off) + len(self._due)
 
-    def remember(self, uid: int, seconds: float) -> None:
-        """The group of this occurrence took so long from its start until it was finished."""
-        self._seconds[self._row(uid)] = seconds
-        self._longest = max(self._longest, seconds)
+    def finished(self, uid: int, started: float, now: float) -> None:
+        """The group of this occurrence is generated and scored."""
+        self._seconds[self._row(uid)] = now - started
+        self._longest = max(self._longest, now - started)
+        self._finished[uid] = now
+
+    def trained(self, uids: Iterable[int]) -> None:
+        """These were a batch; a version may begin now."""
+        self._batch_finished = max((self._finished.pop(uid) for uid in uids), default=-math.inf)
 
     def begin_version(self, now: float) -> None:
         """A version begins, in which everything that was put off is due."""
-        if self._began is not None:
-            self._version_s = now - self._began
+        if self._began is not None and self._eta:
+            version_s = now - self._began
+            self._usable_s = (self._eta + 1) * version_s - min(version_s / self._steps, now - self._batch_finished)
         self._began = now
         self._due |= self._put_off
         self._put_off.clear()
@@ -80,7 +90,7 @@ class Deferral:
 
     def _left_s(self, now: float) -> float:
         """Time in which a group that starts now must be finished; unlimited until a version has been measured."""
-        return math.inf if self._began is None else self._versions * self._version_s - (now - self._began)
+        return math.inf if self._began is None else self._began + self._usable_s - now
 
     def _expected_s(self, uid: int) -> float:
         """Time to allow for. Nothing takes longer than the longest so far: the response budget ends it."""

@@ -183,9 +183,8 @@ class Rollouter:
                 self._failed(flight, failure)
             return
         self._watchdog.progress()
-        seconds = self._clock() - flight.started
-        self._tally.group(group, seconds)
-        self._deferral.remember(flight.uid, seconds)
+        self._tally.group(group, self._clock() - flight.started)
+        self._deferral.finished(flight.uid, flight.started, self._clock())
         await self._deliver(flight, group)
 
     async def _deliver(self, flight: Flight, group: Group) -> None:
@@ -357,6 +356,7 @@ class Rollouter:
             RunError: one of them was trained before or never queued.
         """
         self.ledger.trained(uids)
+        self._deferral.trained(uids)
         for uid in uids:
             self._admission.queued.pop(uid, None)
             self._sampled.pop(uid, None)
