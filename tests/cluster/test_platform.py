@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -135,12 +136,30 @@ def test_a_head_is_not_evicted(applied: Platform) -> None:
     head = pod("head", IMAGE, labels={"ray.io/node-type": "head"})
     applied.kubectl("create", "-f", "-", stdin=head)
     applied.wait("pod/head", "condition=ready")
-    meta = {"name": "head", "namespace": applied.namespace}
-    eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta})
-    path = f"/api/v1/namespaces/{applied.namespace}/pods/head/eviction"
-    refused = applied.kubectl("create", "--raw", path, "-f", "-", stdin=eviction, check=False)
-    assert "disruption budget" in refused.stderr
+    assert "disruption budget" in evict(applied, "head").stderr
     applied.kubectl("delete", "pod", "head")
+
+
+def evict(platform: Platform, name: str) -> subprocess.CompletedProcess[str]:
+    """Ask for a pod as a drain does."""
+    meta = {"name": name, "namespace": platform.namespace}
+    eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta})
+    path = f"/api/v1/namespaces/{platform.namespace}/pods/{name}/eviction"
+    return platform.kubectl("create", "--raw", path, "-f", "-", stdin=eviction, check=False)
+
+
+def test_a_head_that_is_not_ready_holds_up_no_drain(applied: Platform) -> None:
+    probe = {"readinessProbe": {"exec": {"command": ["false"]}}}
+    applied.kubectl("create", "-f", "-", stdin=pod("sick", IMAGE, labels={"ray.io/node-type": "head"}, container=probe))
+    applied.wait("pod/sick", "jsonpath={.status.phase}=Running")
+    assert evict(applied, "sick").returncode == 0
+
+
+def test_a_step_cannot_change_what_is_run_with_keys(applied: Platform) -> None:
+    [script] = [name for name in applied.kubectl("get", "configmap", "-o", "name").stdout.split() if "setup" in name]
+    step = f"--as=system:serviceaccount:{applied.namespace}:tidemill-pipeline"
+    refused = applied.kubectl("patch", script, step, "--type=merge", "-p", '{"data":{"setup.py":""}}', check=False)
+    assert "field is immutable" in refused.stderr
 
 
 def test_each_user_of_the_store_has_its_bucket_and_no_other(platform: Platform) -> None:
@@ -183,7 +202,7 @@ def test_mlflow_is_found_again_after_its_pod_is_lost(platform: Platform) -> None
 
 
 @pytest.mark.parametrize(
-    ("host", "status"), [("mlflow:5000", 200), ("mlflow.tidemill.svc:5000", 200), ("evil.example", 403)]
+    ("host", "status"), [("mlflow:5000", 200), ("mlflow.tidemill.svc:5000", 200), ("mlflow.evil.example", 403)]
 )
 def test_mlflow_answers_by_its_own_names_only(platform: Platform, host: str, status: int) -> None:
     with platform.forwarded("mlflow", 5000) as address:

@@ -249,3 +249,9 @@ def test_settings_that_are_too_long_for_a_variable_are_refused() -> None:
     config = on_kubernetes(f"data.system_prompt={'x' * LONGEST_VALUE}")
     with pytest.raises(ConfigError, match=r"config = .* bytes"):
         ray_job(config, 1)
+
+
+def test_a_worker_that_waits_for_the_head_hears_that_it_is_to_end() -> None:
+    """KubeRay's container for that runs a shell, which as process 1 ignores SIGTERM and keeps the GPUs for 120 s."""
+    shared = {role for role, pod in templates(large_run()).items() if pod["spec"].get("shareProcessNamespace")}
+    assert shared == {"trainer", "rollout"}  # not the head, whose driver could then read the autoscaler's token

@@ -18,6 +18,7 @@ from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
 
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
+ALONE = ["data.held_out=null", "evaluation.every=0", "registry.min_score=null"]
 PROMPTS = '{"prompt": "1 + 1", "answer": "2"}\n'
 
 
@@ -166,6 +167,35 @@ def test_schedules_are_listed_and_deleted_by_name(kfp: Kfp, run_file: str, capsy
     assert "no schedule 'nightly'; those there are: addition" in capsys.readouterr().err
     assert main(["schedule", "--delete", "addition", *at]) == 0
     assert kfp.schedules == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompts", "my_prompts/"], "--prompts = 'my_prompts/': allowed is s3://BUCKET/PREFIX/"),
+        (["--prompts", "s3://tidemill/prompts"], "a folder of the store has a slash at its end"),
+        (["--prompts", "s3://a/b/", *ALONE], "data.held_out = None: allowed is held-out prompts with"),
+        (["--variants", "{folder}/empty.txt"], "variants = 0: allowed is 1 to 32 variants"),
+        (["data.train=gone.jsonl"], "gone.jsonl: no such file. Set data.train"),
+        (["data.held_out=broken.jsonl"], "broken.jsonl:1: not valid JSON"),
+    ],
+)
+def test_what_the_first_step_would_refuse_is_refused_before_anything_is_sent(
+    words: list[str], message: str, run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text("# none\n")
+    (tmp_path / "broken.jsonl").write_text("{")
+    assert main(["submit", run_file, "--dry-run", *(word.format(folder=tmp_path) for word in words)]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["--list", "--delete", "a"], ["a.yaml", "--list"], ["--cron", "0 2 * * *"], ["a.yaml"]]
+)
+def test_schedule_does_one_thing_at_a_time(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", *words, "--endpoint", "http://127.0.0.1:9"]) == 2
+    assert "allowed is a run file with --cron, or --list, or --delete NAME" in capsys.readouterr().err
 
 
 def test_numbers_stay_numbers_and_wrong_parameters_are_named() -> None:

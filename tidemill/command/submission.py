@@ -24,6 +24,7 @@ from tidemill.errors import ConfigError, RunError
 from tidemill.kuberay.show import manifests
 from tidemill.pipeline.request import Request, mark
 from tidemill.pipeline.sweep import variants
+from tidemill.rollout.sources import load_rows
 from tidemill.run_file import load_config
 from tidemill.store.inputs import local_files, ship
 
@@ -32,6 +33,8 @@ ENDPOINT = "KF_PIPELINES_ENDPOINT"
 OUTPUT = "/tmp/tidemill"
 """Folder of the run in a step's pod, whatever its image; what is to stay goes to the store."""
 SHOWN_TIMES = 3
+STORED = ("/", ".jsonl", ".parquet")
+"""How a folder or a file of prompts in the store ends."""
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -62,6 +65,7 @@ def wait(key: str, run: str, arguments: argparse.Namespace, console: Console) ->
 def schedule(arguments: argparse.Namespace) -> int:
     """Start, list or delete schedules; returns the exit status."""
     console = Console(soft_wrap=True, highlight=False)
+    check_schedule(arguments)
     if arguments.list:
         for row in call("schedules", reach(arguments))["schedules"]:
             console.print(f"{row['name']}  {row['cron']}  {row['mode']}", markup=False)
@@ -70,9 +74,6 @@ def schedule(arguments: argparse.Namespace) -> int:
         call("delete", {"name": arguments.delete, **reach(arguments)})
         console.print(f"deleted the schedule {arguments.delete}; runs that it started go on", markup=False)
         return 0
-    if not (arguments.file and arguments.cron):
-        fix = 'For example: tidemill schedule run.yaml --cron "0 2 * * *"'
-        raise ConfigError("schedule", arguments.file, "a run file with --cron, or --list, or --delete NAME", fix)
     cron, config = Cron.parse(arguments.cron), configured(arguments)
     parameters = parameters_of(config, arguments)
     made = call("schedule", {"cron": cron.text, **order(arguments, parameters, arguments.name or config.name, config)})
@@ -83,11 +84,31 @@ def schedule(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check_schedule(arguments: argparse.Namespace) -> None:
+    """Refuse to do two things at once, or nothing.
+
+    Raises:
+        ConfigError: not exactly one of a run file with --cron, --list and --delete is there.
+    """
+    asked = {
+        "a run file": arguments.file,
+        "--cron": arguments.cron,
+        "--list": arguments.list,
+        "--delete": arguments.delete,
+    }
+    given = [name for name, value in asked.items() if value]
+    if given not in (["a run file", "--cron"], ["--list"], ["--delete"]):
+        fix = 'For example: tidemill schedule run.yaml --cron "0 2 * * *"'
+        allowed = "a run file with --cron, or --list, or --delete NAME"
+        raise ConfigError("schedule", " with ".join(given) or None, allowed, fix)
+
+
 def configured(arguments: argparse.Namespace) -> RunConfig:
     """The settings of a run that can go on in a cluster.
 
     Raises:
         ConfigError: they say something that a cluster does not have.
+        DataError: a file of prompts is not there or broken.
     """
     config = load_config(arguments.file, arguments.overrides)
     if config.cluster.provider != "kuberay":
@@ -96,7 +117,25 @@ def configured(arguments: argparse.Namespace) -> RunConfig:
     if Path(config.model).expanduser().is_dir():
         fix = "Upload the folder to the store and name it there."
         raise ConfigError("model", config.model, "s3://BUCKET/PREFIX, models:/NAME/VERSION or a Hugging Face name", fix)
+    for key, path in local_files(config).items():
+        load_rows(str(path), config.data, f"data.{key}")
+    check_learning(config, arguments)
     return config
+
+
+def check_learning(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Refuse a sweep or continual training whose first step would refuse it, perhaps at night.
+
+    Raises:
+        ConfigError: there are no prompts to compare on, or pods do not see the new ones.
+    """
+    prompts = arguments.prompts
+    if (arguments.variants or prompts) and config.data.held_out is None:
+        fix = "Name a file: the scores on it decide which model is better."
+        raise ConfigError("data.held_out", None, "held-out prompts with --variants and --prompts", fix)
+    if prompts and ("://" not in prompts or (prompts.startswith("s3://") and not prompts.endswith(STORED))):
+        fix = "Pods see no file of this machine, and a folder of the store has a slash at its end."
+        raise ConfigError("--prompts", prompts, "s3://BUCKET/PREFIX/, or any source that data.train may be", fix)
 
 
 def parameters_of(config: RunConfig, arguments: argparse.Namespace) -> dict[str, str]:
@@ -111,7 +150,7 @@ def parameters_of(config: RunConfig, arguments: argparse.Namespace) -> dict[str,
         raise ConfigError("--variants", arguments.variants, "without --prompts", fix)
     own |= {"run_name": arguments.resume} if arguments.command == "submit" else {}
     own |= {"steps_image": arguments.steps_image, "store_secret": config.kubernetes.store_secret}
-    parameters = {"config": text_of(config), **{name: value for name, value in own.items() if value}}
+    parameters = {"config": text_of(config), **{name: value for name, value in own.items() if value is not None}}
     if "variants" in parameters:
         list(variants(Request(parameters["config"]), parameters["variants"]))
     return parameters

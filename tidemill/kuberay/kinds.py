@@ -185,6 +185,7 @@ class PodSpec(Kind):
     enable_service_links: bool = False
     restart_policy: RestartPolicy = "Never"
     termination_grace_period_seconds: int | None = None
+    share_process_namespace: bool | None = None
     security_context: PodSecurityContext
     image_pull_secrets: list[Named] | None = None
     priority_class_name: str | None = None

@@ -136,11 +136,14 @@ def pod(config: RunConfig, container: Container, volumes: list[Volume], priority
 
 
 def worker(config: RunConfig, container: Container, shared_memory_gib: int, priority_class: str | None) -> PodSpec:
-    """A pod on the nodes that the run wants."""
+    """A pod on the nodes that the run wants.
+
+    KubeRay has it wait for the head in a shell, which as the first process of its namespace would not hear that it is
+    to end, and hold its GPUs for all of the grace period.
+    """
     spec = pod(config, container, folders(shared_memory_gib), priority_class)
-    return spec.model_copy(
-        update={"node_selector": node_labels(config) or None, "tolerations": tolerations(config) or None}
-    )
+    where = {"node_selector": node_labels(config) or None, "tolerations": tolerations(config) or None}
+    return spec.model_copy(update={**where, "share_process_namespace": True})
 
 
 def unhurried(spec: PodSpec) -> PodSpec:
