@@ -8,9 +8,12 @@ TidemillError
 │   └── RewardTimeoutError   a reward function did not return in time
 ├── EngineError      a generation engine failed or did not answer in time
 │   └── EngineLostError      its process died or is stuck: another engine has to take its place
+│       └── EngineCrashedError   it died of itself under a request, not with its machine
 ├── SyncError        weights did not arrive whole at an engine
 │   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
+│   ├── StoreRefusedError    it does not accept our keys
+│   └── StoreGapError        a part of what was written one after the other is missing
 ├── CheckpointError  a checkpoint is missing, incomplete or does not fit this run
 ├── ClusterError     a Kubernetes cluster refuses the run, lacks what it needs, or took it away
 └── RunError         a run cannot go on: an actor died or made no progress in time
@@ -60,6 +63,10 @@ class EngineLostError(EngineError):
     """An engine's process died or is stuck; what it was asked for has to be asked of another engine."""
 
 
+class EngineCrashedError(EngineLostError):
+    """An engine died under a request, while the process around it and its machine live on."""
+
+
 class SyncError(TidemillError, RuntimeError):
     """New weights did not arrive whole at an engine, or the engine computes something else with them."""
 
@@ -70,6 +77,22 @@ class ChainError(SyncError):
 
 class StoreError(TidemillError, OSError):
     """The object store cannot be reached, refuses us, or holds something broken."""
+
+
+class StoreRefusedError(StoreError):
+    """The object store does not accept our keys, or they may not do what we ask; another try would end the same."""
+
+
+class StoreGapError(StoreError):
+    """A part of what was written one after the other is missing, and what comes after it is there."""
+
+    def __init__(self, message: str, end: int = 0) -> None:
+        """Args: message: for the user; end: offset of the first byte behind the gap."""
+        self.end = end
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[StoreGapError], tuple[str, int]]:
+        return type(self), (str(self), self.end)
 
 
 class CheckpointError(TidemillError, RuntimeError):

@@ -124,6 +124,23 @@ def test_what_outlasts_the_bound_time_after_time_is_quarantined_over_restarts_to
     ledger.check()
 
 
+def test_what_loses_one_engine_after_the_other_is_quarantined_over_restarts_too() -> None:
+    ledger = Ledger(total=2)
+    dispatch(ledger)
+    assert not ledger.crashed(0, max_crashes=2)
+    dispatch(ledger)
+    ledger.queued(0)  # an engine finished it, so that the loss was not its fault
+    ledger.dropped(0, "stale")
+    dispatch(ledger)
+    assert (ledger.crashed(0, max_crashes=2), ledger.crashes(0)) == (False, 1)
+    ledger = reloaded(ledger)
+    dispatch(ledger)
+    assert ledger.crashed(0, max_crashes=2)
+    assert dict(ledger.quarantined) == {0: "kills_engine"}
+    assert (ledger.crashes(0), ledger.counts()["dropped/engine_lost"]) == (0, 2)
+    ledger.check()
+
+
 def test_attempts_survive_a_restart_so_that_a_poison_prompt_does_not_start_over() -> None:
     ledger = Ledger(total=None)
     dispatch(ledger)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -91,9 +92,9 @@ def train(policy: PolicyRank, case: Case, steps: range) -> list[dict[str, float]
 
 
 def train_rank(folder: str, name: str, rank: int, size: int, port: int) -> None:
-    """What a process runs; the last update has no target on any rank."""
+    """What a process runs; the last update has no target on any rank. Only the first rank has the model's weights."""
     root, case = Path(folder), CASES[name]
-    policy = case.policy(root / "model", World(rank, size, f"tcp://127.0.0.1:{port}"))
+    policy = case.policy(root / ("model" if rank == 0 else "shapes"), World(rank, size, f"tcp://127.0.0.1:{port}"))
     policy.export(root / "first", torch.float32)
     write_tensors(policy.written(root / "gradients"), gradients(policy))
     reports = train(policy, case, range(2))
@@ -143,6 +144,8 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 def test_two_ranks_with_half_the_parameters_each_do_what_one_does(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     alone = case.policy(save_llama(tmp_path / "model", tied=case.tied), World())
+    (tmp_path / "shapes").mkdir()
+    shutil.copy(tmp_path / "model/config.json", tmp_path / "shapes")
     alone.export(tmp_path / "first_alone", torch.float32)
     wanted = gradients(alone)
     reports = train(alone, case, range(2))

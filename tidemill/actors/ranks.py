@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,6 +23,7 @@ from tidemill.records import Float32Array, Int32Array
 from tidemill.store.lease import Claim, Fence
 from tidemill.store.locate import model_here
 from tidemill.store.object_store import ObjectStore
+from tidemill.store.once import bring_once, forget
 from tidemill.store.server import open_store
 from tidemill.sync.manifest import weights_prefix
 from tidemill.sync.outbox import Publication, check_room
@@ -51,6 +51,7 @@ class RankActor:
     def __init__(self, config: RunConfig, model_path: str | None, rank: int, claim: Claim | None) -> None:
         self.config, self.model_path, self.rank, self.claim = config, model_path, rank, claim
         self.staging = config.folder / f"staging-{rank}"  # not in /tmp: what a killed run leaves there is huge
+        self.restored = config.folder / "restored"
         self.publisher = WeightPublisher(weights_prefix(config.name), config.sync.full_every)
 
     def meeting_place(self) -> str:
@@ -66,6 +67,7 @@ class RankActor:
         from tidemill.train.policy import PolicyRank
         from tidemill.train.world import World
 
+        forget(self.restored)  # of an attempt that was killed: the same version may be committed anew since
         self.policy = PolicyRank(
             self.model_path or str(model_here(self.config).path),
             self.config.trainer,
@@ -138,10 +140,14 @@ class RankActor:
         return uri
 
     def restore(self, version: int) -> None:
-        """Go on from a committed checkpoint."""
-        with self.checkpoints() as checkpoints, TemporaryDirectory(prefix="tidemill-restore-") as folder:
-            checkpoints.load(version, Path(folder))
-            self.policy.load_state(Path(folder))
+        """Go on from a committed checkpoint, which is downloaded once for all ranks of a pod."""
+        with self.checkpoints() as checkpoints:
+            bring_once(self.restored, str(version), lambda: checkpoints.load(version, self.restored))
+        self.policy.load_state(self.restored)
+
+    def forget_restored(self) -> None:
+        """Remove what `restore` has downloaded; every rank has read it."""
+        forget(self.restored)
 
     def publish_model(self, version: int) -> str | None:
         """Write the Hugging Face folder of the policy to the run's folder and to the store; rank 0 returns its URI."""
@@ -219,6 +225,7 @@ class RemoteRanks:
     async def restore(self, version: int) -> None:
         """Load a checkpoint on every rank."""
         await self.all("restore", version, timeout_s=IO_TIMEOUT_S)
+        await self.all("forget_restored", timeout_s=IO_TIMEOUT_S)
 
     async def publish_model(self, version: int) -> str:
         """Export the policy as a Hugging Face folder; returns its URI."""

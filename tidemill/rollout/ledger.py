@@ -44,6 +44,7 @@ class Ledger:
         self._quarantined: dict[int, str] = {}
         self._attempts: dict[int, int] = {}
         self._outlasted: dict[int, int] = {}
+        self._crashed: dict[int, int] = {}
 
     def next_uid(self) -> int | None:
         """The occurrence to dispatch next: what waits first, lowest first, then a new one; None when there is none.
@@ -90,6 +91,7 @@ class Ledger:
         self._require(uid, ("dispatched",), "queued")
         self._flight[uid] = "queued"
         self._outlasted.pop(uid, None)
+        self._crashed.pop(uid, None)
 
     def trained(self, uids: Iterable[int]) -> None:
         """These occurrences are in the parameters: all of them, or on error none.
@@ -155,6 +157,26 @@ class Ledger:
         self._outlasted[uid] = times
         return False
 
+    def crashed(self, uid: int, max_crashes: int) -> bool:
+        """The engine that generated a dispatched occurrence died of itself; the occurrence may be to blame.
+
+        It is dropped as "engine_lost" and issued again, or at the `max_crashes`-th time in a row quarantined as
+        "kills_engine".
+
+        Returns:
+            True when the occurrence is quarantined now.
+
+        Raises:
+            RunError: it is not in flight.
+        """
+        times = self._crashed.get(uid, 0) + 1
+        if times >= max_crashes:
+            self.quarantine(uid, "kills_engine")
+            return True
+        self.dropped(uid, "engine_lost")
+        self._crashed[uid] = times
+        return False
+
     def quarantine(self, uid: int, reason: str) -> None:
         """Set a dispatched occurrence aside; it is never issued again.
 
@@ -165,11 +187,16 @@ class Ledger:
         del self._flight[uid]
         self._attempts.pop(uid, None)
         self._outlasted.pop(uid, None)
+        self._crashed.pop(uid, None)
         self._quarantined[uid] = reason
 
     def failures(self, uid: int) -> int:
         """Failed attempts of an occurrence so far."""
         return self._attempts.get(uid, 0)
+
+    def crashes(self, uid: int) -> int:
+        """Engines in a row that died of themselves while they generated an occurrence."""
+        return self._crashed.get(uid, 0)
 
     @property
     def quarantined(self) -> Mapping[int, str]:
@@ -219,6 +246,7 @@ class Ledger:
             "quarantined": {str(uid): reason for uid, reason in self._quarantined.items()},
             "attempts": {str(uid): count for uid, count in self._attempts.items()},
             "outlasted": {str(uid): count for uid, count in self._outlasted.items()},
+            "crashed": {str(uid): count for uid, count in self._crashed.items()},
         }
 
     @classmethod
@@ -239,6 +267,7 @@ class Ledger:
             ledger._quarantined = {int(uid): reason for uid, reason in state["quarantined"].items()}
             ledger._attempts = {int(uid): count for uid, count in state["attempts"].items()}
             ledger._outlasted = {int(uid): count for uid, count in state.get("outlasted", {}).items()}
+            ledger._crashed = {int(uid): count for uid, count in state.get("crashed", {}).items()}
             lost = ledger._issued - ledger._trained - ledger._dropped.total() - len(ledger._quarantined)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the ledger in the checkpoint is damaged: {error!r}") from error

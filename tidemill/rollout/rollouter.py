@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from tidemill.config import RunConfig
+from tidemill.errors import EngineCrashedError
 from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
 from tidemill.rollout.activity import Clock, IdleMeter, Tally
@@ -24,8 +25,8 @@ from tidemill.rollout.admission import Admission
 from tidemill.rollout.deferral import Deferral
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
-from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
-from tidemill.rollout.flights import ABORT_TIMEOUT_S, Decode, Flight, Scorer
+from tidemill.rollout.failures import FailureStreak, FlightFailure, Suspects, Watchdog
+from tidemill.rollout.flights import ABORT_TIMEOUT_S, ANSWER_TIMEOUT_S, Decode, Flight, Scorer, tokens_of
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
 from tidemill.rollout.prompts import PromptSet
@@ -75,12 +76,16 @@ class Rollouter:
         self._deferral = Deferral(prompts.row, len(prompts), config.asynchrony)
         self._admission = Admission(config, len(engines), ledger, version, self._deferral)
         self._turns = Turns(self._admission.policy)
-        self._producer = Producer(config, pool, rewards, decode, idle, clock)
+        self._tally = Tally()
+        self._producer = Producer(
+            config, pool, rewards, decode, idle, clock, partial(self._tally.count, "wasted_tokens")
+        )
         self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
         self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
+        self._suspects = Suspects(ledger, config.rollout.max_attempts)
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
-        self._tally = Tally()
         self._flights: dict[int, Flight] = {}
+        self._sampled: dict[int, int] = {}  # tokens of every group that is finished and not trained yet, by uid
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -137,12 +142,14 @@ class Rollouter:
             if flight.stage != "delivering":
                 self._abandon(flight, "stopped")
         if tasks:
-            _, left = await asyncio.wait(tasks, timeout=PUT_TIMEOUT_S + ABORT_TIMEOUT_S)
+            _, left = await asyncio.wait(tasks, timeout=PUT_TIMEOUT_S + ABORT_TIMEOUT_S + ANSWER_TIMEOUT_S)
             if left:
                 LOG.warning("%d groups did not end: %s", len(left), list(self._flights))
 
     async def _admit(self) -> None:
         while not self._stopping and (uid := self._admission.next(self._flights, self._clock())) is not None:
+            if self._suspects.must_wait(uid, self._flights.values()):
+                return
             self.ledger.dispatched(uid)
             prompt = self.prompts.prompt(uid)
             if self.prompts.too_long(prompt):
@@ -166,7 +173,8 @@ class Rollouter:
         try:
             completions = await self._producer.generate(flight, self.ledger.failures(flight.uid))
             self._streak.generated()
-            flight.stage = "scoring"
+            self._suspects.generated()
+            flight.stage, self._sampled[flight.uid] = "scoring", tokens_of(completions)
             group = await self._producer.score(flight, completions)
             self._streak.rewarded()
         except FlightFailure as failure:
@@ -209,10 +217,14 @@ class Rollouter:
         self._wake.set()
 
     def _failed(self, flight: Flight, failure: FlightFailure) -> None:
-        if failure.reason == "engine_lost":  # no fault of the prompt, nor of the engines that are left
+        if failure.reason == "engine_lost":
             self._resize()
-            self._drop([flight.uid], failure.reason)
+            if isinstance(failure.__cause__, EngineCrashedError):
+                self._crashed(flight)
+            else:  # no fault of the prompt, nor of the engines that are left
+                self._drop([flight.uid], failure.reason)
             return
+        self._waste(flight.uid)
         limit = self.config.rollout.max_attempts
         quarantined = self.ledger.failed(flight.uid, failure.reason, limit)
         self._tally.count(f"failed/{failure.reason}")
@@ -225,13 +237,32 @@ class Rollouter:
             self.ledger.dropped(uid, reason)
             self._admission.queued.pop(uid, None)
             self._tally.count(f"dropped/{reason}")
+            self._waste(uid)
         self._wake.set()
+
+    def _waste(self, uid: int) -> None:
+        """A group that was finished will not be trained."""
+        if tokens := self._sampled.pop(uid, 0):
+            self._tally.count("wasted_tokens", tokens)
 
     def _abandon(self, flight: Flight, reason: str) -> None:
         del self._flights[flight.uid]
         self._drop([flight.uid], reason)
         if flight.task is not None:
             flight.task.cancel()
+
+    def _crashed(self, flight: Flight) -> None:
+        """Its engine died under it: no fault of the prompt, unless that happens to it time after time."""
+        if self._suspects.crashed(flight.uid, str(flight.engine)):
+            self._tally.count("skipped/kills_engine")
+            LOG.warning(
+                "prompt occurrence %d skipped: %d engines in a row died while they generated it, the last one, %s, "
+                "with nothing beside it",
+                *(flight.uid, self._suspects.max_crashes, flight.engine),
+            )
+        else:
+            self._tally.count("dropped/engine_lost")
+        self._wake.set()
 
     def _outlasted(self, flight: Flight) -> None:
         """A group became too old while it was generated; one that always does must not take a slot for ever."""
@@ -263,7 +294,7 @@ class Rollouter:
         """An engine gets no more groups; what it has not finished in time is dropped for `reason` and issued again.
 
         Returns:
-            How many requests it had answered.
+            How many requests it had answered, and how many prompts were set aside because they killed it.
         """
         if patience_s:
             self._engines.close(name)
@@ -272,10 +303,19 @@ class Rollouter:
         finished = self._engines.remove(name)
         self._tally.count("engines_removed")
         self._resize()
-        for flight in list(self._flights.values()):
-            if flight.stage == "generating" and flight.engine == name:
-                self._abandon(flight, reason)
-        return finished
+        if not patience_s:
+            await self._hear_why(name)
+        for flight in self._on_engine(name):
+            self._abandon(flight, reason)
+        return finished + self._suspects.explained(name)
+
+    async def _hear_why(self, name: str) -> None:
+        """Groups whose engine died say so by themselves, which tells whether it died under them."""
+        if tasks := [flight.task for flight in self._on_engine(name) if flight.task is not None]:
+            await asyncio.wait(tasks, timeout=ANSWER_TIMEOUT_S)
+
+    def _on_engine(self, name: str) -> list[Flight]:
+        return [f for f in self._flights.values() if f.stage == "generating" and f.engine == name]
 
     async def set_engine_aside(self, name: str) -> None:
         """An engine gets no more groups, and finishes those that it has; only an evaluation may name it."""
@@ -319,6 +359,7 @@ class Rollouter:
         self._deferral.trained(uids)
         for uid in uids:
             self._admission.queued.pop(uid, None)
+            self._sampled.pop(uid, None)
         self._wake.set()
 
     async def reissue(self, uids: Sequence[int], reason: str) -> None:

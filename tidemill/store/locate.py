@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from tidemill.errors import DataError, ModelError, StoreError
 from tidemill.sections import StoreConfig
 from tidemill.store.models import ResolvedModel, default_cache, resolve_model
 from tidemill.store.object_store import ObjectStore, parse_uri
+from tidemill.store.once import bring_once
 from tidemill.store.registry import model_source, pinned_uri
 from tidemill.store.server import open_store
 from tidemill.store.tracking import tracking_uri
@@ -108,13 +108,5 @@ def model_here(config: RunConfig) -> ResolvedModel:
     attempt, so that the name stands for the same weights as long as the folder is there.
     """
     folder = config.folder / "start"
-    note = folder.with_suffix(".name")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if note.is_file() and note.read_text(encoding="utf-8") == config.model and folder.is_dir():
-            return resolve_model(str(folder), default_cache())
-        note.unlink(missing_ok=True)
-        model = locate_model(config)
-        note.write_text(config.model, encoding="utf-8")
-        return model
+    model = bring_once(folder, config.model, lambda: locate_model(config))
+    return model or resolve_model(str(folder), default_cache())

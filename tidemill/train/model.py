@@ -44,11 +44,25 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {error}") from error
     if model.get_output_embeddings().bias is not None:
         raise ModelError(f"{folder}: a language model head with a bias is not supported")
+    prepare(model, gradient_checkpointing)
+    return model
+
+
+def outline_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
+    """What `load_model` returns, with shapes instead of values (tensors on the device `meta`)."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    prepare(model, gradient_checkpointing)
+    return model
+
+
+def prepare(model: Any, gradient_checkpointing: bool) -> None:
+    """Make a model compute as the engines do, and keep or recompute its activations."""
     remove_dropout(model)
     model.train(gradient_checkpointing)  # Transformers recomputes activations in training mode only
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
 
 
 def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from tidemill.train import state
 from tidemill.train.batch import MicroBatch
 from tidemill.train.correction import behaviour_weights, log_linear
 from tidemill.train.losses import kl_penalty, ppo_clip
-from tidemill.train.model import frozen_copy, load_model, write_folder
+from tidemill.train.model import frozen_copy, load_model, outline_model, write_folder
 from tidemill.train.network import Network
 from tidemill.train.precision import compute_dtype
 from tidemill.train.shards import places, spread, whole
@@ -74,7 +74,8 @@ class PolicyRank:
         self.temperature, self.world, self.updates = temperature, world or World(), 0
         self.device = self.world.device
         self.dtype = compute_dtype(trainer.precision, self.device)
-        self.model = load_model(self.model_path, trainer.gradient_checkpointing)
+        load = load_model if self.world.rank == 0 else outline_model  # `spread` hands the values out
+        self.model = load(self.model_path, trainer.gradient_checkpointing)
         reference = frozen_copy(self.model) if algorithm.kl_coef > 0 else None
         self.world.join(trainer.get_timeout_s)
         self.network = self.place(self.model)

@@ -22,14 +22,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tidemill.train.network import Network
+from tidemill.train.values import Values
 from tidemill.train.world import World
 
 
 def spread(network: Network, world: World) -> None:
     """Keep of every parameter the rows of this rank only; `World.join` comes before.
+
+    The values are those of rank 0; of the others' network the shapes are enough. No rank but the first ever holds more
+    than its rows and one layer.
 
     A gradient is summed over the ranks, not averaged: the loss has the denominator of the whole step already.
 
@@ -37,13 +42,17 @@ def spread(network: Network, world: World) -> None:
     embedding and head stay in float32; gradients are summed in float32.
     """
     mesh = init_device_mesh(world.device.type, (world.size,))
-    layers = blocks(network)
+    layers, values = blocks(network), Values(network, world)
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     products = MixedPrecisionPolicy(network.dtype, torch.float32, cast_forward_inputs=False)
     if network.dtype != torch.float32:
-        fully_shard([norm for layer in layers for norm in norms(layer)], mesh=mesh, mp_policy=exact)
+        vectors = [norm for layer in layers for norm in norms(layer)]
+        values.hand_out(vectors)
+        fully_shard(vectors, mesh=mesh, mp_policy=exact)
     for layer in layers:
+        values.hand_out([layer])
         fully_shard(layer, mesh=mesh, mp_policy=products)
+    values.hand_out([network])
     # The root frees its part after the forward pass too, so that no pass computes with what an optimizer step replaced.
     fully_shard(network, mesh=mesh, mp_policy=exact, reshard_after_forward=True)
     for module in network.modules():
@@ -71,11 +80,26 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def spread_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor the rows that this rank keeps of `like`; nothing is exchanged."""
+def kept_rows(tensor: Tensor) -> slice:
+    """Which rows of a tensor that may be spread this rank keeps."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def spread_as(rows: Tensor, like: Tensor) -> Tensor:
+    """The tensor that is spread as `like` is, of which this rank keeps these rows; nothing is exchanged."""
     if not isinstance(like, DTensor):
-        return tensor.to(like.device)
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        return rows.to(like.device)
+    return DTensor.from_local(
+        rows.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 class Place(Protocol):

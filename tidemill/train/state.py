@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tidemill.errors import CheckpointError
-from tidemill.train.shards import spread_as
+from tidemill.train.shards import kept_rows, spread_as
 from tidemill.train.tensor_file import write_tensors
 
 TENSORS, PROGRESS = "trainer.safetensors", "trainer.json"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
 RNG, CUDA_RNG = "rng.cpu", "rng.cuda"
 SHOWN = 5
 
@@ -60,16 +60,15 @@ def load_state(folder: Path, parameters: Parameters, optimizer: torch.optim.Opti
 
 @torch.no_grad()
 def fill(tensors: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Take every tensor from the file, one at a time, and of each what this rank keeps."""
+    """Take every tensor from the file, one at a time, and read of each only what this rank keeps."""
     names = set(tensors.keys())
     for name, parameter in parameters.items():
-        parameter.copy_(spread_as(tensors.get_tensor(f"parameter.{name}"), parameter))
+        rows = kept_rows(parameter)
+        parameter.copy_(spread_as(tensors.get_slice(f"parameter.{name}")[rows], parameter))
         optimizer.state.pop(parameter, None)
         if f"exp_avg.{name}" in names:  # none before the first update
-            optimizer.state[parameter] = {
-                moment: spread_as(value, parameter) if value.ndim else value.to(parameter.device)
-                for moment, value in ((m, tensors.get_tensor(f"{m}.{name}")) for m in MOMENTS)
-            }
+            moments = {kind: spread_as(tensors.get_slice(f"{kind}.{name}")[rows], parameter) for kind in MOMENTS}
+            optimizer.state[parameter] = moments | {STEP: tensors.get_tensor(f"{STEP}.{name}").to(parameter.device)}
     torch.set_rng_state(tensors.get_tensor(RNG))
     if CUDA_RNG in names and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors.get_tensor(CUDA_RNG))
@@ -94,7 +93,7 @@ def check_fits(folder: Path, shapes: Mapping[str, tuple[int, ...]], parameters: 
     incomplete = sorted(
         f"{moment}.{name}"
         for name in wanted
-        for moment in MOMENTS
+        for moment in (*MOMENTS, STEP)
         if f"exp_avg.{name}" in shapes and f"{moment}.{name}" not in shapes
     )
     if incomplete or RNG not in shapes:
