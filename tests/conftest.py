@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tidemill.config import RunConfig
 from tidemill.run_file import load_config
 
 ROOT = Path(__file__).parents[1]
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes depends on how busy the machine is
+settings.load_profile("untimed")
 
 
 @pytest.fixture
