@@ -12,7 +12,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 from tidemill.config import RunConfig
-from tidemill.observe.events import read_events
+from tidemill.observe.events import Notice, read_events
 from tidemill.observe.excerpt import LONGEST
 from tidemill.observe.excerpt import excerpt as cut
 from tidemill.observe.report import Sample, Summary
@@ -173,9 +173,16 @@ def test_repeated_registration_makes_no_second_version(trained: RunConfig, tmp_p
 def test_worse_model_is_not_registered_and_the_reason_is_told(trained: RunConfig, tmp_path: Path) -> None:
     final, _ = registered(trained, summary(trained, 0.75), evaluation(0.25), tmp_path)
     assert final.model_version is None
-    assert "fell from 0.75 to 0.25" in final.reason("model_version")
-    last = read_events(trained.folder / "events.jsonl")[-1]
-    assert (last.kind, "fell from" in str(last)) == ("warning", True)
+    fell = "the held-out score fell from 0.75 to 0.25"
+    assert final.why("model_version") == fell
+    assert read_events(trained.folder / "events.jsonl")[-1] == Notice(f"no model version: {fell}")
+
+
+def test_model_without_an_mlflow_run_is_not_registered_and_the_reason_stands_in_one_pair_of_brackets(
+    trained: RunConfig, tmp_path: Path
+) -> None:
+    final, _ = registered(trained, replace(summary(trained, 0.25), mlflow_run_id=None), evaluation(0.75), tmp_path)
+    assert final.reason("model_version") == "(not tracked)"
 
 
 @pytest.mark.slow

@@ -50,6 +50,11 @@ def test_folder_without_prompts_is_refused(addition: RunConfig, tmp_path: Path) 
         new_prompts(addition, str(tmp_path), None)
 
 
+def test_folder_that_is_not_there_is_refused_by_its_name(addition: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^prompts = '{tmp_path}/gone/'.* There is no {tmp_path}/gone\."):
+        new_prompts(addition, f"{tmp_path}/gone/", None)
+
+
 def test_new_prompts_of_the_store_become_one_object(addition: RunConfig, prompts: Path) -> None:
     start_server(store_folder(addition.output))
     try:

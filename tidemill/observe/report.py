@@ -138,9 +138,13 @@ class Summary:
             raise DataError(f"{path} is not a readable summary: {error}") from error
         return cls.from_json(text)
 
+    def why(self, name: str) -> str:
+        """Why the value `name` is None."""
+        return self.missing.get(name, WHY_MISSING.get(name, "not measured"))
+
     def reason(self, name: str) -> str:
         """Why the value `name` is None, in brackets."""
-        return f"({self.missing.get(name, WHY_MISSING.get(name, 'not measured'))})"
+        return f"({self.why(name)})"
 
 
 def render(summary: Summary, console: Console, generate_command: str, ui_command: str) -> None:

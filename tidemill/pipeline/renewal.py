@@ -133,6 +133,7 @@ def new_prompts(config: RunConfig, prompts: str, last: str | None) -> str | None
 
     Raises:
         DataError: the folder holds no file of rows.
+        ConfigError: there is no such folder on this machine.
     """
     if prompts.startswith("s3://") and prompts.endswith("/"):
         bucket, prefix = parse_uri(prompts)
@@ -142,6 +143,9 @@ def new_prompts(config: RunConfig, prompts: str, last: str | None) -> str | None
         return stored(config, found)
     folder = Path(prompts)
     if not folder.is_dir():
+        if "://" not in prompts and not folder.is_file():
+            fix = f"There is no {folder.absolute()}."
+            raise ConfigError("prompts", prompts, f"a folder of {SUFFIX} files, or what data.train may be", fix)
         return prompts
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob(f"*{SUFFIX}"))
     return written(config, [Rows(name, (folder / name).read_bytes()) for name in fresh(names, "", last, prompts)])

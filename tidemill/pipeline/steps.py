@@ -176,7 +176,7 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
     with step("register", run) as log:
         final = with_times(registered(run, scored(Summary.from_json(summary), evaluation_from_json(evaluation))), run)
         if final.model_version is None:
-            log.write(Notice(f"no model version: {final.reason('model_version')}"))
+            log.write(Notice(f"no model version: {final.why('model_version')}"))
         elif (why := not_promoted(run, final)) is not None:
             log.write(Notice(f"{final.model_version} stays {run.registry.alias}: {why}"))
         final.write(run.folder / "summary.json")
@@ -239,7 +239,7 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
     passed, reason = gate(summary.held_out_before, summary.held_out_after, run.registry.min_score)
     for needed in ("model_uri", "mlflow_run_id"):
         if asdict(summary)[needed] is None:
-            passed, reason = False, summary.reason(needed)
+            passed, reason = False, summary.why(needed)
     if not passed:
         return replace(summary, missing={**summary.missing, "model_version": reason})
     tags = {} if summary.checkpoint_uri is None else {"checkpoint_uri": summary.checkpoint_uri}

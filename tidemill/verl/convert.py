@@ -87,12 +87,9 @@ def convert(script: str, arguments: Sequence[str], environment: Mapping[str, str
         done.ours |= combined(done, known)
     if done.refused:
         lines = "".join(f"\n  {setting}: {why}" for setting, why in done.refused.items())
-        raise ConfigError(
-            "SCRIPT",
-            f"{len(done.refused)} settings",
-            f"what Tidemill has. Without a counterpart:{lines}\n",
-            "Change them in the script, or behind its name: KEY=VALUE replaces, ~KEY takes out.",
-        )
+        fix = "Change them in the script, or behind its name: KEY=VALUE replaces, ~KEY takes out."
+        fix = f"Without a counterpart:{lines}\n{fix}"
+        raise ConfigError("SCRIPT", f"{len(done.refused)} settings", "what Tidemill has", fix)
     return done.yaml()
 
 
