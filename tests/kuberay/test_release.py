@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from kuberay_rig import Rig
 
 from tidemill.errors import ClusterError, RunError
+from tidemill.kuberay import release
+from tidemill.kuberay.client import KubernetesCluster
 from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS, WORKFLOWS
 from tidemill.kuberay.kinds import OwnerReference
 from tidemill.kuberay.owner import KFP_RUN, MLFLOW_RUN, WORKFLOW, Owner
@@ -52,6 +55,21 @@ def test_a_pipeline_whose_settings_cannot_be_read_gives_back_what_is_its_own(rig
 def test_where_we_may_not_look_nothing_is_ours(rig: Rig) -> None:
     rig.cluster.forbidden = [("list", RAY_JOBS)]
     release_pipeline(rig.cluster, "mine", rig.clock)
+
+
+def test_a_pipeline_gives_back_in_its_own_namespace_and_in_those_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[tuple[str, str]] = []
+    monkeypatch.setattr(KubernetesCluster, "connect", lambda namespace: namespace)
+    monkeypatch.setattr(release, "release_pipeline", lambda cluster, kfp_run, clock: looked.append((cluster, kfp_run)))
+    monkeypatch.setattr(release, "NAMESPACE", tmp_path / "namespace")
+    release.release_this_pipeline("mine", {"tidemill"})
+    assert looked == []  # outside of a cluster
+    (tmp_path / "namespace").write_text("kubeflow\n")
+    release.release_this_pipeline("", {"tidemill"})
+    release.release_this_pipeline("mine", {"tidemill", "other"})
+    assert looked == [("kubeflow", "mine"), ("other", "mine"), ("tidemill", "mine")]
 
 
 def test_what_does_not_go_away_is_named(rig: Rig) -> None:

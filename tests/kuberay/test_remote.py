@@ -142,6 +142,7 @@ def test_stop_of_a_run_that_is_over_says_so_and_marks_nothing(rig: Rig) -> None:
 
 def test_logs_are_those_of_the_newest_attempt(rig: Rig) -> None:
     rig.watcher().provision()
+    assert "has written nothing yet" in said(rig, remote.logs, "logs", rig.config.name)
     rig.cluster.logs[submitter(rig)] = "one\n[two]\n"
     assert said(rig, remote.logs, "logs", rig.config.name) == "one\n[two]\n"
 
@@ -155,6 +156,8 @@ def test_logs_of_a_run_that_is_gone_say_where_they_are(rig: Rig) -> None:
 
 def test_reap_tells_what_and_why(rig: Rig) -> None:
     rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "32503680000"}
+    assert said(rig, remote.reap_runs, "reap") == "nothing to delete in namespace tidemill\n"
     rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "1000000000"}
     assert f"would delete {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap", "--dry-run")
     assert f"deleted {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap")

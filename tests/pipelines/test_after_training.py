@@ -16,13 +16,15 @@ from tidemill.observe.events import read_events
 from tidemill.observe.excerpt import LONGEST
 from tidemill.observe.excerpt import excerpt as cut
 from tidemill.observe.report import Sample, Summary
+from tidemill.pipeline.request import Request
 from tidemill.pipeline.steps import evaluate, excerpt, log_number, provision, register, teardown, track_evaluation
+from tidemill.pipeline.sweep import choose, conclude
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run import samples
 from tidemill.run_file import load_config
 from tidemill.store.locate import Locator
 from tidemill.store.server import open_store, store_folder
-from tidemill.store.tracking import Tracker, history, make_client, tracking_uri
+from tidemill.store.tracking import Tracker, history, make_client, open_sweep, tracking_uri
 from tidemill.store.weed import find_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -197,6 +199,42 @@ def test_exported_model_is_scored_from_the_store_by_an_engine_of_its_own(trained
     assert (scored.step, scored.score) == (25, result["score"])
     assert [answer["prompt"] for answer in scored.answers] == ["w5 w6", "w8"]
     assert find_server(store_folder(trained.output)) is None
+
+
+def concluded(run: RunConfig, name: str, score: float | None) -> str:
+    """What `conclude` returns for a variant of a sweep."""
+    variant = run.model_copy(update={"name": name, "registry": run.registry.model_copy(update={"model": "addition"})})
+    before = summary(variant, 0.25, f"s3://tidemill/runs/{name}/model/25")
+    return conclude(variant.to_yaml(), before.to_json(), "null" if score is None else evaluation(score), {}.__setitem__)
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"), [((0.5, 0.75, None), "s-v2"), ((0.75, 0.75, 0.5), "s-v1"), ((None, float("nan"), 0.5), "s-v3")]
+)
+def test_best_variant_is_registered_from_what_the_store_has_of_it(
+    trained: RunConfig, tmp_path: Path, scores: tuple[float | None, ...], best: str
+) -> None:
+    sweep = Request(trained.to_yaml(), run_name="s")
+    open_sweep(sweep.settings(), ["s-v1", "s-v2", "s-v3"])
+    results = [concluded(trained, f"s-v{n}", score) for n, score in enumerate(scores, start=1)]
+    assert max(len(result) for result in results) < 200
+    model = Model(tmp_path / "model.json")
+    final = Summary.from_json(choose(sweep, results, str(tmp_path / "r.md"), str(tmp_path / "r.html"), model))
+    assert (final.model_uri, final.model_version) == (f"s3://tidemill/runs/{best}/model/25", "addition/1")
+    assert f"| {best} (best) |" in (tmp_path / "r.md").read_text()
+    runs = {run.info.run_name: run for run in make_client(tracking_uri(trained)).search_runs(["1"])}
+    assert runs["s"].data.tags["tidemill.best"] == best
+    assert len(runs["s"].data.metrics) == sum(score is not None for score in scores)
+    assert {runs[f"s-v{n}"].data.tags["mlflow.parentRunId"] for n in (1, 2, 3)} == {runs["s"].info.run_id}
+
+
+def test_sweep_without_any_score_registers_nothing_and_says_why(trained: RunConfig, tmp_path: Path) -> None:
+    strict = trained.model_copy(update={"registry": trained.registry.model_copy(update={"min_score": 0.5})})
+    results = [concluded(strict, f"s-v{n}", None) for n in (1, 2)]
+    files = (str(tmp_path / "r.md"), str(tmp_path / "r.html"))
+    final = choose(Request(strict.to_yaml(), run_name="s"), results, *files, Model(tmp_path / "model.json"))
+    assert Summary.from_json(final).model_version is None
+    assert "no held-out score" in Summary.from_json(final).reason("model_version")
 
 
 def test_run_without_held_out_prompts_is_registered_without_a_score(trained: RunConfig, tmp_path: Path) -> None:

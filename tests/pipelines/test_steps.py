@@ -99,6 +99,12 @@ def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig,
     assert (failure.step, failure.expected, failure.passing) == ("validate", True, False)
 
 
+def test_settings_that_no_later_step_could_be_given_are_refused(addition: RunConfig) -> None:
+    data = addition.data.model_copy(update={"system_prompt": "Be brief. " * 4000})
+    with pytest.raises(ConfigError, match=r"^config = '\d+ bytes': allowed is at most 32768 with every default"):
+        validated(addition.model_copy(update={"data": data}).to_yaml())
+
+
 def test_unknown_reward_is_refused(addition: RunConfig) -> None:
     with pytest.raises(RewardError, match="exact_numbr"):
         validated(changed(addition, "rewards.0.function=exact_numbr"))
@@ -198,3 +204,7 @@ def test_time_of_a_step_adds_up_over_its_tries_and_begins_with_the_newest_attemp
     names = ["validate", "provision", "train", "validate", "load", "provision", "train", "train", "evaluate"]
     phases = [PhaseStarted(name, 10.0 * number) for number, name in enumerate(names)]
     assert seconds_by_step(phases, 95.0) == {"validate": 20.0, "provision": 10.0, "train": 20.0, "evaluate": 15.0}
+
+
+def test_time_of_a_step_that_is_not_counted_is_no_time() -> None:
+    assert seconds_by_step([PhaseStarted("conclude", 1.0)], 2.0) == seconds_by_step([], 2.0) == {}

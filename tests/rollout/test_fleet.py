@@ -19,6 +19,7 @@ from tidemill.fakes import Fault
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
 from tidemill.rollout import fleet as fleet_module
+from tidemill.rollout import rollouter as rollouter_module
 from tidemill.rollout.elasticity import VERSIONS, Elasticity
 from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop, Suspects
 from tidemill.rollout.flights import Flight
@@ -29,6 +30,7 @@ from tidemill.rollout.ledger import Ledger
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005)):
         monkeypatch.setattr(fleet_module, name, seconds)
+    monkeypatch.setattr(rollouter_module, "ANSWER_TIMEOUT_S", DEADLINE_S)  # on a busy machine too, groups say why
 
 
 async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_and_no_group_is_lost(
@@ -237,7 +239,7 @@ async def test_where_every_prompt_kills_its_engine_it_is_not_the_prompts(tmp_pat
     async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
         with pytest.raises(EngineError, match=r"3 prompts in a row, occurrences \[0, 1, 2\], killed 3 engines each"):
             await crew.rig.rollouter.run()
-    assert len(crew.started) <= LOSSES + 2
+    assert len(crew.started) <= LOSSES + 3  # the last one may have been replaced already
 
 
 @settings(deadline=None)

@@ -1,4 +1,5 @@
 import asyncio
+import hashlib
 import json
 import math
 import socket
@@ -12,8 +13,19 @@ from mlflow.exceptions import MlflowException
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.sections import ClusterConfig
+from tidemill.store import tracking
+from tidemill.store.dataset_inputs import digest_of
 from tidemill.store.metric_writer import Unwritten
-from tidemill.store.tracking import TrackedRun, Tracker, end_killed, flatten, make_client, tracking_uri
+from tidemill.store.tracking import (
+    TrackedRun,
+    Tracker,
+    close_sweep,
+    end_killed,
+    flatten,
+    make_client,
+    open_sweep,
+    tracking_uri,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -158,6 +170,21 @@ def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig,
     assert [(p.step, p.value) for p in client.get_metric_history(tracker.run_id, "loss")] == [(1, 1.0), (2, 0.5)]
 
 
+@pytest.mark.parametrize("error", [MlflowException("API request failed"), ConnectionError("503 of the artifacts")])
+def test_a_server_that_is_away_at_the_end_costs_the_page_of_a_sweep_and_not_the_sweep(
+    mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise error
+
+    client = make_client(tracking_uri(mlflow_config))
+    monkeypatch.setattr(tracking, "make_client", lambda uri: client)
+    open_sweep(mlflow_config, ["addition-v1"])
+    monkeypatch.setattr(client, "log_text", refuse)
+    close_sweep(mlflow_config, {"addition-v1": 0.5}, "addition-v1", "# Sweep")
+    assert f"the sweep addition is not told in MLflow at {tracking_uri(mlflow_config)}: {error}" in caplog.text
+
+
 def unreachable(config: RunConfig, **more: Any) -> RunConfig:
     tracking = config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{closed_port()}"})
     return config.model_copy(update={"tracking": tracking, **more})
@@ -254,6 +281,25 @@ def test_description_and_source_say_where_the_rest_is(
     tags = tags_of(tracker)
     assert (tags["mlflow.source.name"], tags["mlflow.source.git.commit"]) == ("tidemill", "abc")
     assert str(mlflow_config.folder) in tags["mlflow.note.content"]
+
+
+def test_prompts_are_datasets_by_their_content(mlflow_config: RunConfig, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    data = mlflow_config.data.model_copy(update={"train": str(rows), "held_out": "hf://openai/gsm8k:test"})
+    found = []
+    for text in ('{"prompt": "1 + 1"}\n', '{"prompt": "1 + 2"}\n'):
+        rows.write_text(text)
+        tracker = Tracker.start(mlflow_config.model_copy(update={"data": data, "seed": len(found)}))
+        tracker.finish("FINISHED")
+        inputs = tracker.client.get_run(tracker.run_id).inputs.dataset_inputs
+        found.append({each.tags[0].value: each.dataset for each in inputs})
+    first, second = found
+    assert (first["training"].name, first["training"].source_type) == ("rows.jsonl", "local")
+    assert first["training"].digest != second["training"].digest
+    assert (first["evaluation"].name, first["evaluation"].source_type) == ("hf://openai/gsm8k:test", "hf")
+    assert first["evaluation"].digest == second["evaluation"].digest
+    sha = hashlib.sha256(rows.read_bytes()).hexdigest()
+    assert digest_of(f"s3://bucket/inputs/{sha}/rows.jsonl") == second["training"].digest
 
 
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])

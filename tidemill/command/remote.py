@@ -51,6 +51,11 @@ def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
         jobs = cluster.list(RAY_JOBS, selector(arguments.run))
         if pod is None and not jobs:
             raise without_pods(cluster, arguments.run)
+        if pod is None and not arguments.follow:
+            say(
+                console,
+                f"{arguments.run} has written nothing yet; `tidemill status {arguments.run}` says what it waits for",
+            )
         if not arguments.follow or not jobs:
             return 0
         time.sleep(FOLLOW_S)
@@ -128,8 +133,12 @@ def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console)
     if not dry:
         sweep(cluster, now)
     is_over = KfpRuns(arguments.endpoint).is_over if arguments.endpoint else None
+    found = False
     for job in reap(cluster, age, now, is_over, dry_run=dry):
+        found = True
         say(console, f"{'would delete' if dry else 'deleted'} {job.name}: {job.reason}")
+    if not found:
+        say(console, f"nothing to delete in namespace {cluster.namespace}")
     return 0
 
 

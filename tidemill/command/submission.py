@@ -20,9 +20,9 @@ from rich.console import Console
 
 from tidemill.command.cron import Cron, next_times
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, RunError
+from tidemill.errors import ConfigError, RunError, StoreError
 from tidemill.kuberay.show import manifests
-from tidemill.pipeline.request import Request, mark
+from tidemill.pipeline.request import MARK, Request, entries, mark
 from tidemill.pipeline.sweep import variants
 from tidemill.rollout.sources import load_rows
 from tidemill.run_file import load_config
@@ -33,6 +33,10 @@ ENDPOINT = "KF_PIPELINES_ENDPOINT"
 OUTPUT = "/tmp/tidemill"
 """Folder of the run in a step's pod, whatever its image; what is to stay goes to the store."""
 SHOWN_TIMES = 3
+SEEN = " --store-endpoint says where it is seen from here, such as http://127.0.0.1:9000 behind"
+FORWARD = "port-forward svc/store 9000."
+SOME_RUN = "0" * MARK
+"""Stands for the id of the KFP run, to see whether a run's name has room for it."""
 STORED = ("/", ".jsonl", ".parquet")
 """How a folder or a file of prompts in the store ends."""
 
@@ -46,17 +50,27 @@ def submit(arguments: argparse.Namespace) -> int:
         return 0
     made = call("run", order(arguments, parameters, arguments.resume or config.name, config))
     run = arguments.resume or f"{config.name}-{mark(made['id'])}"
-    for line in (f"run {run}: {made['page']}", f"tidemill status {run}, tidemill logs {run}, tidemill stop {run}"):
+    for line in (f"run {run}: {made['page']}", how_to_watch(run, parameters.get("variants"))):
         console.print(line, markup=False)
-    return wait(made["id"], run, arguments, console) if arguments.wait else 0
+    return wait(made["id"], run, parameters.get("variants"), arguments, console) if arguments.wait else 0
 
 
-def wait(key: str, run: str, arguments: argparse.Namespace, console: Console) -> int:
+def how_to_watch(run: str, variants: str | None) -> str:
+    """The commands for a run; those for the runs of a sweep, which itself has no cluster."""
+    if variants is None:
+        return f"tidemill status {run}, tidemill logs {run}, tidemill stop {run}"
+    last = len(entries("variants", variants))
+    return (
+        f"its runs are {run}-v1 to {run}-v{last}: tidemill status all, tidemill logs {run}-v1, tidemill stop {run}-v1"
+    )
+
+
+def wait(key: str, run: str, variants: str | None, arguments: argparse.Namespace, console: Console) -> int:
     """Wait for the end of a run; returns 0 if it succeeded."""
     try:
         state = call("wait", {"id": key, **reach(arguments)})["state"]
     except KeyboardInterrupt:
-        console.print(f"the run goes on; `tidemill stop {run}` ends it", markup=False)
+        console.print(f"the run goes on: {how_to_watch(run, variants)}", markup=False)
         raise
     console.print(f"run {run}: {state}", markup=False)
     return 0 if state == "SUCCEEDED" else 1
@@ -67,8 +81,10 @@ def schedule(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True, highlight=False)
     check_schedule(arguments)
     if arguments.list:
-        for row in call("schedules", reach(arguments))["schedules"]:
-            console.print(f"{row['name']}  {row['cron']}  {row['mode']}", markup=False)
+        rows = call("schedules", reach(arguments))["schedules"]
+        lines = [f"{row['name']}  {row['cron']}  {row['mode']}" for row in rows]
+        for line in lines or ["KFP has no schedule"]:
+            console.print(line, markup=False)
         return 0
     if arguments.delete:
         call("delete", {"name": arguments.delete, **reach(arguments)})
@@ -151,8 +167,11 @@ def parameters_of(config: RunConfig, arguments: argparse.Namespace) -> dict[str,
     own |= {"run_name": arguments.resume} if arguments.command == "submit" else {}
     own |= {"steps_image": arguments.steps_image, "store_secret": config.kubernetes.store_secret}
     parameters = {"config": text_of(config), **{name: value for name, value in own.items() if value is not None}}
+    asked = Request(parameters["config"], run_name=parameters.get("run_name", ""), kfp_run=SOME_RUN)
     if "variants" in parameters:
-        list(variants(Request(parameters["config"]), parameters["variants"]))
+        list(variants(asked, parameters["variants"]))
+    else:
+        asked.settings()
     return parameters
 
 
@@ -211,7 +230,11 @@ def reach(arguments: argparse.Namespace) -> dict[str, Any]:
 def order(arguments: argparse.Namespace, parameters: Mapping[str, str], name: str, config: RunConfig) -> dict[str, Any]:
     """What KFP is asked for; the files of prompts are uploaded on the way."""
     kfp = reach(arguments)
-    shipped = text_of(ship(config, arguments.store_endpoint))
+    try:
+        shipped = text_of(ship(config, arguments.store_endpoint))
+    except StoreError as error:
+        place = "" if arguments.store_endpoint else f"{SEEN} kubectl -n {config.kubernetes.namespace} {FORWARD}"
+        raise StoreError(f"prompts that are files of this machine cannot be uploaded: {error}{place}") from error
     return {
         **kfp,
         "pipeline": pipeline_of(arguments),

@@ -104,7 +104,7 @@ def entries(name: str, text: str) -> list[str]:
     except yaml.YAMLError:
         found = None
     if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
-        fix = 'Put an entry with a comma or a quote of its own between quotes: ["KEY=[1, 2]", "KEY=VALUE"].'
+        fix = 'Put an entry with a comma, a bracket or a brace of its own between quotes: ["KEY=[1, 2]", KEY=VALUE].'
         raise ConfigError(name, text, "one entry a line, or [ENTRY, ENTRY]", fix)
     return [entry.strip() for entry in found]
 

@@ -27,6 +27,7 @@ from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
 
+LONGEST_SETTINGS = 32 << 10
 LogMetric = Callable[[str, float], None]
 STEPS = ("validate", "provision", "train", "evaluate", "register")
 
@@ -54,6 +55,7 @@ def validate(config: str) -> str:
     """
     run = parse_config(config)
     with step("validate", run):
+        check_length(run)
         check_inputs(run)
         check_model(run)
         check_tracking(run.tracking.uri)
@@ -62,6 +64,18 @@ def validate(config: str) -> str:
         provider_of(run).check()
         pinned = pin_model(run)
     return pinned.to_yaml()
+
+
+def check_length(run: RunConfig) -> None:
+    """Refuse settings that later steps could not be given: see `excerpt`.
+
+    Raises:
+        ConfigError: they are too long.
+    """
+    length = len(run.to_yaml().encode())
+    if length > LONGEST_SETTINGS:
+        fix = "Long texts belong into files: prompts into data.train, a template into the model's tokenizer."
+        raise ConfigError("config", f"{length} bytes", f"at most {LONGEST_SETTINGS} with every default", fix)
 
 
 def provision(config: str) -> str:
@@ -277,11 +291,15 @@ def with_times(summary: Summary, run: RunConfig) -> Summary:
 
 
 def seconds_by_step(phases: Sequence[PhaseStarted], now: float) -> dict[str, float]:
-    """Seconds from the start of each step to that of the next, since the pipeline last began."""
+    """Seconds from the start of each step to that of the next, since the pipeline last began.
+
+    A pod knows of its own step only, which may be one that is not counted.
+    """
     steps = [phase for phase in phases if phase.name in STEPS]
     begins = [index for index, step in enumerate(steps) if step.name == STEPS[0]]
     newest = steps[begins[-1] if begins else 0 :]
     seconds: dict[str, float] = {}
-    for step, end in zip(newest, [*(later.time for later in newest[1:]), now], strict=True):
+    ends = [*(step.time for step in newest), now][1:]
+    for step, end in zip(newest, ends, strict=True):
         seconds[step.name] = seconds.get(step.name, 0.0) + end - step.time
     return seconds

@@ -26,6 +26,7 @@ from tidemill.kuberay.names import job_name
 from tidemill.observe.excerpt import excerpt
 from tidemill.observe.links import places
 from tidemill.protocols import Evaluation
+from tidemill.store.dataset_inputs import dataset_inputs
 from tidemill.store.metric_writer import MetricWriter, Point, Spool, Unwritten
 from tidemill.store.run_note import note_run, noted_run
 
@@ -322,7 +323,7 @@ def close_sweep(config: RunConfig, scores: Mapping[str, float], best: str, repor
         client.set_tag(run.info.run_id, "tidemill.best", best)
         client.log_text(run.info.run_id, report, "report.md")
         client.set_terminated(run.info.run_id)
-    except MlflowException as error:
+    except (MlflowException, OSError) as error:  # what its HTTP client raises of artifacts is an OSError
         log.warning("the sweep %s is not told in MLflow at %s: %s", config.name, tracking_uri(config), error)
 
 
@@ -349,12 +350,13 @@ def open_experiment(client: Any, config: RunConfig) -> str:
 
 
 def describe(client: Any, run_id: str, config: RunConfig) -> None:
-    """Log the settings as parameters and where the run comes from as tags, once."""
+    """Log the settings as parameters, the prompts as datasets, and where the run comes from as tags, once."""
     from mlflow.entities import Param
 
     params = [Param(key, value) for key, value in flatten(config.model_dump(mode="json"))]
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
+    client.log_inputs(run_id, datasets=dataset_inputs(config))
     tags = {"tidemill.model": config.model, NOTE: places(config), SOURCE: "tidemill", OWNED: tidemill.__version__}
     set_tags(client, run_id, tags)
 
