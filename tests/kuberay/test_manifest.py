@@ -252,7 +252,10 @@ def test_settings_that_are_too_long_for_a_variable_are_refused() -> None:
         ray_job(config, 1)
 
 
-def test_a_worker_that_waits_for_the_head_hears_that_it_is_to_end() -> None:
-    """KubeRay's container for that runs a shell, which as process 1 ignores SIGTERM and keeps the GPUs for 120 s."""
-    shared = {role for role, pod in templates(large_run()).items() if pod["spec"].get("shareProcessNamespace")}
-    assert shared == {"trainer", "rollout"}  # not the head, whose driver could then read the autoscaler's token
+@pytest.mark.parametrize(("most", "sharing"), [("null", {"head", "trainer", "rollout"}), ("9", {"trainer", "rollout"})])
+def test_pods_that_start_hear_that_they_are_to_end_unless_the_autoscalers_token_is_there(
+    most: str, sharing: set[str]
+) -> None:
+    """As process 1 KubeRay's shell and Ray on its way up ignore SIGTERM, and keep the GPUs for 120 s."""
+    job = ray_job(on_kubernetes(f"kubernetes.max_engines={most}"), 1)
+    assert {role for role, pod in templates(job).items() if pod["spec"].get("shareProcessNamespace")} == sharing

@@ -20,7 +20,7 @@ from tidemill.errors import (
 )
 from tidemill.failure import Failure
 from tidemill.kuberay import budget
-from tidemill.kuberay.board import ENDED, ENDED_OF, STOPPED, close
+from tidemill.kuberay.board import ENDED, ENDED_OF, FAILED, STOPPED, close
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Kind, Object, labels_of, name_of
 from tidemill.kuberay.fake import FakeCluster, FakeOperator
 from tidemill.kuberay.kinds import OwnerReference
@@ -638,3 +638,32 @@ def test_a_watcher_that_is_slower_than_another_one_follows_it(rig: Rig, ahead: s
     else:
         assert rig.watcher().follow(first).steps == 3
     assert rig.made() == [rig.job(1), *([rig.job(last)] if last else [])]
+
+
+def test_what_another_watcher_took_away_was_not_deleted_from_outside(rig: Rig) -> None:
+    """Two watchers: the other one sees first that the head is lost, and takes the attempt away to begin another."""
+    first = rig.watcher().provision()
+    rig.starts()
+
+    def take_away() -> None:
+        rig.watcher().post(**{FAILED: 1})
+        rig.cluster.delete(RAY_JOBS, rig.job())
+
+    rig.clock.after(50, take_away)
+    rig.starts(2, after=80)
+    rig.clock.after(120, lambda: rig.succeeds(2))
+    assert rig.watcher().follow(first).steps == 3
+    assert rig.made() == [rig.job(1), rig.job(2)]
+
+
+def test_what_another_watcher_gave_up_is_given_up_with_its_words(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+
+    def give_up() -> None:
+        rig.watcher().ending.give_up(Attempt(rig.config.name, 1), ClusterError("no node can hold it"))
+        rig.cluster.delete(RAY_JOBS, rig.job())
+
+    rig.clock.after(50, give_up)
+    with pytest.raises(ClusterError, match="no node can hold it"):
+        rig.watcher().follow(first)

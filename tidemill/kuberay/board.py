@@ -20,13 +20,15 @@ LONGEST = 4000
 """Characters of a fact: a traceback may be long, and a ConfigMap holds 1 MiB."""
 STOPPED, ENDED, ENDED_OF = "stopped", "ended", "ended_of"
 """Facts: why the run is to end after a checkpoint; why it has ended; and for which KFP run, "" for all."""
+FAILED = "failed"
+"""Fact: number of the attempt that its watcher takes away to begin another one."""
 
 
 @dataclass(slots=True)
 class Board:
     """The notes about one run. All facts are text: `phase`, `progress`, `attempt`, `step`, `steps`, `gpu_hours`,
     `failure` (of the attempt before), `error` (why the run ended), `links`, `updated` (seconds since 1970), and
-    `stopped`, `ended`, `ended_of`.
+    `stopped`, `ended`, `ended_of`, `failed`.
     """
 
     cluster: Cluster
@@ -65,7 +67,7 @@ class Board:
 
     def open(self) -> None:
         """Let attempts begin, whatever ended the run before."""
-        self.post(**dict.fromkeys((STOPPED, ENDED, ENDED_OF)))
+        self.post(**dict.fromkeys((STOPPED, ENDED, ENDED_OF, FAILED)))
 
     def given_back(self) -> bool:
         """Whether our own pipeline run was over and gave the run back, which it does after all of its steps."""

@@ -46,6 +46,9 @@ class Ending:
         if failure is not None:
             return remote(failure)
         reason = state.fatal or f"the driver ended without a result: {state.progress}"
+        verdict = self.verdict(attempt) if state.phase is Phase.GONE else None
+        if verdict is not None:
+            return verdict
         if state.phase is Phase.GONE:
             name = job_name(self.attempts.config.name, attempt.number)
             return ClusterError(

@@ -84,6 +84,7 @@ def head_template(config: RunConfig, labels: Labels, extra: Mapping[str, str], *
     container = ray_container(config, config.kubernetes.head, 0, extra).model_copy(update={"ports": PORTS})
     volumes = [*folders(HEAD_SHARED_MEMORY_GIB), *([token_volume()] if scales else [])]
     spec = pod(config, container, volumes, config.kubernetes.trainer_priority_class)
+    spec = spec if scales else sharing(spec)  # a driver in one namespace with the autoscaler could read its token
     seen = labels | ({API_SERVER_LABEL: "true"} if scales else {})
     return PodTemplate(metadata=lasting(seen), spec=unhurried(spec))
 
@@ -138,14 +139,20 @@ def pod(config: RunConfig, container: Container, volumes: list[Volume], priority
 
 
 def worker(config: RunConfig, container: Container, shared_memory_gib: int, priority_class: str | None) -> PodSpec:
-    """A pod on the nodes that the run wants.
-
-    KubeRay has it wait for the head in a shell, which as the first process of its namespace would not hear that it is
-    to end, and hold its GPUs for all of the grace period.
-    """
+    """A pod on the nodes that the run wants."""
     spec = pod(config, container, folders(shared_memory_gib), priority_class)
     where = {"node_selector": node_labels(config) or None, "tolerations": tolerations(config) or None}
-    return spec.model_copy(update={**where, "share_process_namespace": True})
+    return sharing(spec.model_copy(update=where))
+
+
+def sharing(spec: PodSpec) -> PodSpec:
+    """A pod whose containers end as soon as they are told to, also while they start.
+
+    The first process of a namespace hears SIGTERM only if it listens, and neither the shell in which KubeRay has a
+    worker wait for the head nor Ray on its way up does: they would hold the pod, and its GPUs, for all of its grace
+    period. In a namespace of the whole pod they are not the first.
+    """
+    return spec.model_copy(update={"share_process_namespace": True})
 
 
 def unhurried(spec: PodSpec) -> PodSpec:

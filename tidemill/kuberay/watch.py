@@ -15,7 +15,7 @@ from tidemill.errors import RunError, StoreError, TidemillError
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.beginning import Beginning
-from tidemill.kuberay.board import Board
+from tidemill.kuberay.board import FAILED, Board
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of
 from tidemill.kuberay.ending import Ending
 from tidemill.kuberay.mirror import Mirror, Screen
@@ -136,17 +136,25 @@ class Watcher:
             summary = self.ending.result(visit.attempt)
             if summary is not None:
                 return summary
-            error = self.ending.explain(visit.attempt, state)
+            error = self.explain(visit, state)
             final = not isinstance(error, RunError) or number >= last or visit.stopping is not None
             if final:  # recorded first: a watcher that is killed while the pods end must not begin another attempt
                 self.ending.give_up(visit.attempt, error)
+            else:
+                self.post(failure=f"attempt {number}: {error}", **{FAILED: number})
             self.release(number, error)
             if final:
                 raise error
             cause, *_ = str(error).splitlines()
             self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {cause}"))
-            self.post(failure=f"attempt {number}: {error}")
             number = self.entry(number)  # another watcher may have gone ahead
+
+    def explain(self, visit: Visit, state: JobState) -> TidemillError:
+        """The error of an attempt that is over; what another watcher took away was not deleted from outside."""
+        number = visit.attempt.number
+        if state.phase is Phase.GONE and self.board.facts().get(FAILED) == str(number):
+            return RunError(f"another watcher has taken away RayJob {job_name(self.config.name, number)}, which failed")
+        return self.ending.explain(visit.attempt, state)
 
     def release(self, number: int, error: TidemillError) -> None:
         """Delete what a failed attempt holds.
