@@ -8,6 +8,7 @@ TidemillError
 │   └── RewardTimeoutError   a reward function did not return in time
 ├── EngineError      a generation engine failed or did not answer in time
 │   └── EngineLostError      its process died or is stuck: another engine has to take its place
+│       └── EngineCrashedError   it died of itself under a request, not with its machine
 ├── SyncError        weights did not arrive whole at an engine
 │   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
@@ -62,6 +63,10 @@ class EngineLostError(EngineError):
     """An engine's process died or is stuck; what it was asked for has to be asked of another engine."""
 
 
+class EngineCrashedError(EngineLostError):
+    """An engine died under a request, while the process around it and its machine live on."""
+
+
 class SyncError(TidemillError, RuntimeError):
     """New weights did not arrive whole at an engine, or the engine computes something else with them."""
 
@@ -81,7 +86,7 @@ class StoreRefusedError(StoreError):
 class StoreGapError(StoreError):
     """A part of what was written one after the other is missing, and what comes after it is there."""
 
-    def __init__(self, message: str, end: int) -> None:
+    def __init__(self, message: str, end: int = 0) -> None:
         """Args: message: for the user; end: offset of the first byte behind the gap."""
         self.end = end
         super().__init__(message)

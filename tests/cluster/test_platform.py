@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import secrets
 import subprocess
 import urllib.error
 import urllib.request
@@ -107,6 +109,16 @@ def test_the_reaper_may_list_and_delete_and_make_nothing(applied: Platform) -> N
 
 def test_ray_pods_may_nothing(applied: Platform) -> None:
     assert not any(applied.may("tidemill-ray", verb, resource) for verb, resource in PIPELINE)
+
+
+def test_a_step_in_a_profile_reads_the_secrets_of_kfp_and_no_other(applied: Platform) -> None:
+    applied.apply("test", components=["profile"])
+    secrets_of_kfp = ("mlpipeline-minio-artifact", "kfp-mlflow-credentials")
+    assert all(applied.may("tidemill-pipeline", "get", "secrets", name=name) for name in secrets_of_kfp)
+    assert applied.may("tidemill-pipeline", "create", "workflowtaskresults.argoproj.io")
+    for name in ("", "tidemill-store", "tidemill-store-admin"):
+        assert not applied.may("tidemill-pipeline", "get", "secrets", name=name)
+    assert not applied.may("tidemill-pipeline", "list", "secrets", name=secrets_of_kfp[0])
 
 
 def test_a_pod_as_root_is_refused(applied: Platform) -> None:
@@ -220,6 +232,31 @@ def test_the_reaper_runs_to_its_end(platform: Platform) -> None:
     eventually("reaper", lambda: finished(platform, "reap-now"), 120)
     log = platform.kubectl("logs", "job/reap-now").stdout
     assert succeeded(platform, "reap-now"), log
+
+
+def test_mlflow_with_accounts_asks_for_a_password(platform: Platform) -> None:
+    login = {"password": "first 100% password", "session_key": secrets.token_hex(16)}
+    values = [f"--from-literal={key}={value}" for key, value in login.items()]
+    platform.kubectl("create", "secret", "generic", "tidemill-mlflow-accounts", *values)
+    platform.apply("test", components=["mlflow-accounts"])
+    platform.kubectl("rollout", "status", "deployment/mlflow", "--timeout=300s")
+    with platform.forwarded("mlflow", 5000) as address:
+        url = f"http://{address}/api/2.0/mlflow/registered-models/search"
+        assert status(url) == 401
+        assert status(url, "admin:a guess of mine") == 401
+        assert status(url, f"admin:{login['password']}") == 200
+
+
+def status(url: str, login: str | None = None) -> int:
+    """How a server answers, to somebody with a name and a password."""
+    request = urllib.request.Request(url)
+    if login is not None:
+        request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        return refused.code
 
 
 def finished(platform: Platform, job: str) -> bool:

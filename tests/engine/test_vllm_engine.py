@@ -17,7 +17,7 @@ import pytest_asyncio
 import torch
 from tiny_model import CONTEXT, make_tiny_model, tiny_llama, write_weights
 
-from tidemill.errors import ConfigError, EngineError, SyncError
+from tidemill.errors import ConfigError, EngineCrashedError, EngineError, EngineLostError, SyncError
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Float32Array
 from tidemill.rollout.engine import VllmEngine
@@ -273,11 +273,12 @@ async def test_z_a_killed_engine_fails_what_is_in_flight_and_what_follows(engine
     for process in core:
         process.kill()
     died = "the engine for .* died: its process EngineCore.* was killed by SIGKILL"
-    with pytest.raises(EngineError, match=f"request k: {died}"):
+    with pytest.raises(EngineCrashedError, match=f"request k: {died}"):
         await asyncio.wait_for(generation, 30)
     with pytest.raises(EngineError, match=f"update to version 9: {died}"):
         await asyncio.wait_for(publication, 30)
-    with pytest.raises(EngineError, match=f"request late: {died}"):
+    with pytest.raises(EngineLostError, match=f"request late: {died}") as late:
         await asyncio.wait_for(engine.generate("late", PROMPT, GREEDY), 30)
+    assert not isinstance(late.value, EngineCrashedError)  # it was dead before
     with pytest.raises(EngineError, match=f"update to version 10: {died}"):
         await asyncio.wait_for(engine.update_weights(WeightUpdate(10, "nowhere", 1), "keep"), 30)

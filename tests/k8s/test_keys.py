@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,6 +50,17 @@ def test_minio_does_not_start_without_a_key(tmp_path: Path, name: str) -> None:
     done = run(minio(), OWNER | {name: ""}, tmp_path)
     assert (done.returncode != 0, done.stdout) == (True, "")
     assert f"{name}: is empty" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["TIDEMILL_ACCESS_KEY", "MLFLOW_ACCESS_KEY"])
+def test_no_two_users_of_the_store_have_one_name(tmp_path: Path, name: str) -> None:
+    twice = KEYS | {name: KEYS["ADMIN_ACCESS_KEY"]}
+    setup = [sys.executable, str(K8S / "base" / "store" / "setup.py"), "127.0.0.1:9", "--buckets-only"]
+    done = run(setup, twice, tmp_path)
+    assert (done.returncode, done.stderr.strip()) == (
+        1,
+        "the secrets of the store have the same access_key: give each its own, see k8s/secrets",
+    )
 
 
 def test_seaweedfs_has_its_users(tmp_path: Path) -> None:

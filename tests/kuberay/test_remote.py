@@ -129,8 +129,20 @@ def test_stop_now_deletes_the_cluster(rig: Rig) -> None:
     assert rig.left() == []
 
 
+def test_stop_of_a_run_that_is_over_says_so_and_marks_nothing(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(60, rig.succeeds)
+    rig.watcher().follow(first)
+    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
+    assert STOP not in rig.operator.job(rig.job())["metadata"].get("annotations", {})
+    said(rig, remote.stop, "stop", rig.config.name, "--now")
+    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: succeeded\n"
+
+
 def test_logs_are_those_of_the_newest_attempt(rig: Rig) -> None:
     rig.watcher().provision()
+    assert "has written nothing yet" in said(rig, remote.logs, "logs", rig.config.name)
     rig.cluster.logs[submitter(rig)] = "one\n[two]\n"
     assert said(rig, remote.logs, "logs", rig.config.name) == "one\n[two]\n"
 
@@ -144,6 +156,8 @@ def test_logs_of_a_run_that_is_gone_say_where_they_are(rig: Rig) -> None:
 
 def test_reap_tells_what_and_why(rig: Rig) -> None:
     rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "32503680000"}
+    assert said(rig, remote.reap_runs, "reap") == "nothing to delete in namespace tidemill\n"
     rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "1000000000"}
     assert f"would delete {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap", "--dry-run")
     assert f"deleted {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap")
@@ -175,11 +189,11 @@ def test_stop_of_a_run_that_failed_and_is_tried_again_is_for_the_next_attempt(ri
     assert rig.watcher().board.closed() == "enough"
 
 
-def test_stop_of_a_run_that_has_ended_says_so_and_changes_nothing(rig: Rig) -> None:
+def test_stop_of_a_run_that_nobody_saw_end_says_so_and_changes_nothing(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.operator.succeed(rig.job())
-    assert f"{rig.config.name} is over: succeeded; `--now` deletes" in said(rig, remote.stop, "stop", rig.config.name)
+    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
     rig.cluster.delete(RAY_JOBS, rig.job())
     rig.watcher().board.fail(RunError("lost"))
     assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: failed\n"

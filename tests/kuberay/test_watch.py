@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from kuberay_rig import Rig
 
-from tidemill.errors import ClusterError, ConfigError, DataError, EngineError, RewardError, RunError, TidemillError
+from tidemill.errors import (
+    ClusterError,
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    RunError,
+    StoreError,
+    TidemillError,
+)
 from tidemill.failure import Failure
 from tidemill.kuberay import budget
 from tidemill.kuberay.board import ENDED, ENDED_OF, STOPPED, close
@@ -17,8 +26,10 @@ from tidemill.kuberay.fake import FakeCluster, FakeOperator
 from tidemill.kuberay.kinds import OwnerReference
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, STOP
 from tidemill.kuberay.owner import Owner
+from tidemill.kuberay.release import release_run
 from tidemill.observe.events import read_events
 from tidemill.store.attempt import Attempt
+from tidemill.store.object_store import ListedObject, ObjectStore
 
 
 def with_kubernetes(rig: Rig, **settings: Any) -> None:
@@ -547,3 +558,83 @@ def test_why_provision_begins_nothing_is_noted(rig: Rig) -> None:
     with pytest.raises(ClusterError, match="budget"):
         watcher.provision()
     assert "budget of 1 GPU hours" in rig.watcher().board.facts()["error"]
+
+
+def test_a_pipeline_that_a_person_tries_again_after_its_end_goes_on_with_new_attempts(rig: Rig) -> None:
+    """KFP's Retry: the same pipeline run, whose exit handler gave the run back; what succeeded is not run again."""
+    with_kubernetes(rig, max_restarts=0)
+    rig.owner = replace(rig.owner, kfp_run="kfp-1")
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+    for _ in range(2):
+        with pytest.raises(TidemillError, match="lost"):
+            rig.watcher().follow(first)
+    release_run(rig.cluster, rig.config.name, "kfp-1", rig.clock)
+    rig.starts(2)
+    rig.clock.after(60, lambda: rig.succeeds(2))
+    assert rig.watcher().follow(first).steps == 3
+    assert rig.made() == [rig.job(1), rig.job(2)]
+
+
+class AwayStore(ObjectStore):
+    """A store that may be away for everything but whether an object is there."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store.client, store.endpoint, store.bucket)
+        self.away = False
+
+    def list(self, prefix: str, after: str = "") -> tuple[ListedObject, ...]:
+        if self.away:
+            raise StoreError("no S3 answer")
+        return super().list(prefix, after)
+
+
+def test_a_store_that_is_away_keeps_no_watcher_from_its_sign_of_life(rig: Rig) -> None:
+    rig.store = store = AwayStore(rig.store)
+    first = rig.watcher().provision()
+    ages: list[float] = []
+
+    def look() -> None:
+        ages.append(rig.clock.now - float(rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT]))
+
+    rig.starts()
+    rig.clock.after(50, lambda: setattr(store, "away", True))
+    for after in range(100, 650, 50):
+        rig.clock.after(after, look)
+    rig.clock.after(650, lambda: setattr(store, "away", False))
+    rig.clock.after(700, rig.succeeds)
+    assert rig.watcher().follow(first).steps == 3
+    assert max(ages) <= 36
+
+
+@pytest.mark.parametrize("ahead", ["runs", "gone", "succeeded", "given up"])
+def test_a_watcher_that_is_slower_than_another_one_follows_it(rig: Rig, ahead: str) -> None:
+    """Both saw attempt 1 fail. While this one waits for its pods to end, the other one goes on to attempt 2 and 3."""
+    first = rig.watcher().provision()
+    rig.starts()
+    holds_on(rig, 20, 200)
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+
+    def go_ahead() -> None:
+        rig.steps(2, 1)
+        if ahead == "runs":
+            rig.attempts.begin(2)
+            rig.operator.admit(rig.job(2))
+        elif ahead == "succeeded":
+            rig.leaves(2)
+        elif ahead == "given up":
+            rig.watcher().ending.give_up(Attempt(rig.config.name, 2), ClusterError("no room"))
+
+    rig.clock.after(100, go_ahead)
+    last = {"runs": 2, "gone": 3}.get(ahead)
+    if last is not None:
+        if ahead == "gone":
+            rig.starts(3, after=220)
+        rig.clock.after(260, lambda: rig.succeeds(last))
+    if ahead == "given up":
+        with pytest.raises(ClusterError, match="no room"):
+            rig.watcher().follow(first)
+    else:
+        assert rig.watcher().follow(first).steps == 3
+    assert rig.made() == [rig.job(1), *([rig.job(last)] if last else [])]

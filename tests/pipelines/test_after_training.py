@@ -13,12 +13,14 @@ from tiny_model import make_tiny_model
 
 from tidemill.config import RunConfig
 from tidemill.observe.events import read_events
+from tidemill.observe.excerpt import LONGEST
+from tidemill.observe.excerpt import excerpt as cut
 from tidemill.observe.report import Sample, Summary
-from tidemill.pipeline.excerpt import LONGEST, clip, excerpt, shown
 from tidemill.pipeline.request import Request
-from tidemill.pipeline.steps import evaluate, log_number, provision, register, teardown, track_evaluation
+from tidemill.pipeline.steps import evaluate, excerpt, log_number, provision, register, teardown, track_evaluation
 from tidemill.pipeline.sweep import choose, conclude
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
+from tidemill.run import samples
 from tidemill.run_file import load_config
 from tidemill.store.locate import Locator
 from tidemill.store.server import open_store, store_folder
@@ -69,11 +71,11 @@ class Model:
         self.path, self.metadata = str(path), {}
 
 
-def registered(run: RunConfig, trained: Summary, scored: str, folder: Path) -> tuple[Summary, Model]:
+def registered(run: RunConfig, trained: Summary, evaluated: str, folder: Path) -> tuple[Summary, Model]:
     """What `register` returns, with its files in a folder: report.md, report.html, model.json."""
     model = Model(folder / "model.json")
     files = (str(folder / "report.md"), str(folder / "report.html"))
-    return Summary.from_json(register(run.to_yaml(), trained.to_json(), scored, *files, model)), model
+    return Summary.from_json(register(run.to_yaml(), trained.to_json(), evaluated, *files, model)), model
 
 
 def evaluation(score: float) -> str:
@@ -113,9 +115,9 @@ def test_curve_of_a_server_that_is_away_is_empty(trained: RunConfig) -> None:
 def test_what_steps_pass_on_is_one_argument_of_a_command(trained: RunConfig, tmp_path: Path) -> None:
     texts = [f"{n} {'何' * 100_000} {n}" for n in range(100)]
     answers = tuple(Answer(text, text, text, 1.0) for text in texts)
-    long = replace(summary(trained, 0.25), samples=tuple(Sample(text, text, None, text) for text in texts[:5]))
-    passed = excerpt(long)
-    kept = shown(Evaluation(0, 0.5, answers, {}), passed)
+    evaluated = Evaluation(0, 0.5, answers, {})
+    passed = replace(summary(trained, 0.25), samples=samples(evaluated))
+    kept = excerpt(evaluated, passed)
     assert [answer.prompt for answer in kept.answers] == [sample.prompt for sample in passed.samples]
     inputs = {"config": trained.to_yaml(), "summary": passed.to_json(), "evaluation": json.dumps(asdict(kept))}
     assert len(json.dumps({"parameterValues": inputs})) < ARGUMENT_BYTES
@@ -123,16 +125,10 @@ def test_what_steps_pass_on_is_one_argument_of_a_command(trained: RunConfig, tmp
     assert [sample.after for sample in final.samples] == [answer.response for answer in kept.answers]
 
 
-def test_text_is_cut_in_the_middle_and_only_once() -> None:
-    cut = clip("begin" + "x" * 10_000 + "end")
-    assert cut.startswith("beginx") and cut.endswith("xend") and len(cut) <= LONGEST
-    assert clip(cut) == cut and clip("x" * LONGEST) == "x" * LONGEST
-
-
 def test_prompts_that_are_cut_to_the_same_text_count_once(trained: RunConfig) -> None:
-    answers = tuple(Answer(f"{'a' * 300}{n:03}{'b' * 300}", str(n), None, 1.0) for n in range(100))
-    asked = replace(summary(trained, 0.25), samples=(Sample(answers[0].prompt, "before", None, None),))
-    assert [answer.response for answer in shown(Evaluation(0, 0.5, answers, {}), excerpt(asked)).answers] == ["0"]
+    answers = tuple(Answer(f"{'a' * LONGEST}{n:03}{'b' * LONGEST}", str(n), None, 1.0) for n in range(100))
+    asked = replace(summary(trained, 0.25), samples=(Sample(cut(answers[0].prompt), "before", None, None),))
+    assert [answer.response for answer in excerpt(Evaluation(0, 0.5, answers, {}), asked).answers] == ["0"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "text"])
@@ -153,9 +149,9 @@ def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig,
 
 def test_mlflow_run_gets_the_final_score_the_answers_and_the_report(trained: RunConfig, tmp_path: Path) -> None:
     before = summary(trained, 0.25)
-    scored = evaluation_from_json(evaluation(0.75))
-    assert scored is not None
-    track_evaluation(trained, before, scored)
+    evaluated = evaluation_from_json(evaluation(0.75))
+    assert evaluated is not None
+    track_evaluation(trained, before, evaluated)
     registered(trained, before, evaluation(0.75), tmp_path)
     client, run_id = make_client(tracking_uri(trained)), before.mlflow_run_id
     run = client.get_run(run_id)

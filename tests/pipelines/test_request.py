@@ -12,7 +12,7 @@ import yaml
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, StoreError
-from tidemill.observe.links import links
+from tidemill.observe.links import forwarded, links
 from tidemill.pipeline.request import Request
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
@@ -85,6 +85,23 @@ def test_links_in_a_cluster_lead_to_kfp_mlflow_store_and_dashboard(addition: Run
     assert "https://mlflow.example.com" in page and "http://minio:9000" in page
     assert "get pod -l tidemill.dev/run=addition-1a2b3c4d,ray.io/node-type=head" in page
     assert "tidemill stop addition-1a2b3c4d" in page
+
+
+@pytest.mark.parametrize(
+    ("address", "way"),
+    [
+        (
+            "http://mlflow.tidemill.svc.cluster.local:5000",
+            "`kubectl -n tidemill port-forward svc/mlflow 5000`, then http://127.0.0.1:5000",
+        ),
+        ("https://store.ml.svc:9000", "`kubectl -n ml port-forward svc/store 9000`, then https://127.0.0.1:9000"),
+        ("https://mlflow.example.com", "https://mlflow.example.com"),
+        ("http://minio:9000", "http://minio:9000"),
+        ("embedded", "embedded"),
+    ],
+)
+def test_address_of_a_service_is_given_as_a_browser_reaches_it(address: str, way: str) -> None:
+    assert forwarded(address) == way
 
 
 def test_links_on_this_machine_name_the_folder(addition: RunConfig) -> None:

@@ -14,6 +14,7 @@ import yaml
 from kfp_server_api import ApiException
 from kfp_stub import RUN_ID, Kfp, serving
 from tidemill_pipelines import service
+from tidemill_pipelines.local import command
 from tidemill_pipelines.parameters import pairs, typed
 from urllib3.exceptions import ProtocolError
 
@@ -125,6 +126,22 @@ def test_waiting_tells_success_from_failure(
     assert f"run addition-1a2b3c4d: {state}" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("keys")
+def test_store_that_is_not_seen_from_here_is_told_with_how_to_name_it(
+    kfp: Kfp, run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert main(["submit", run_file, f"store.endpoint={away}", "--endpoint", kfp.endpoint]) == 1
+        first = capsys.readouterr().err
+        assert main(["submit", run_file, "--store-endpoint", away, "--endpoint", kfp.endpoint]) == 1
+        second = capsys.readouterr().err
+    assert all(f"cannot be uploaded: bucket tidemill: no S3 answer from {away}" in error for error in (first, second))
+    assert "kubectl -n tidemill port-forward svc/store 9000" in first and "port-forward" not in second
+    assert kfp.runs == []
+
+
 def test_dry_run_shows_parameters_uploads_and_manifests_and_sends_nothing(
     kfp: Kfp, run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +188,9 @@ def test_schedules_are_listed_and_deleted_by_name(kfp: Kfp, run_file: str, capsy
     assert main(["schedule", "--delete", "nightly", *at]) == 1
     assert "no schedule 'nightly'; those there are: addition" in capsys.readouterr().err
     assert main(["schedule", "--delete", "addition", *at]) == 0
+    capsys.readouterr()
+    assert main(["schedule", "--list", *at]) == 0
+    assert capsys.readouterr().out == "KFP has no schedule\n"
     assert kfp.schedules == []
 
 
@@ -213,6 +233,23 @@ def test_numbers_stay_numbers_and_wrong_parameters_are_named() -> None:
         typed("post_training", {"config": "", "engines": "four"})
     with pytest.raises(ValueError, match="sweep needs the parameter variants"):
         typed("sweep", {"config": ""})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "usage: python -m tidemill_pipelines.local"),
+        (["sweeps", "runs"], "PIPELINE being post_training, sweep, continual"),
+        (["sweep", "runs", "config=a.yaml"], "sweep needs the parameter variants"),
+        (["sweep", "runs", "a.yaml"], "'a.yaml' is not of the form NAME=VALUE"),
+    ],
+)
+def test_misuse_of_the_local_runner_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("keys")

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from fleet_rig import DEADLINE_S, Crew, FakeMember, until
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tidemill.errors import EngineError, RunError, StoreError
+from tidemill.errors import EngineCrashedError, EngineError, EngineLostError, RunError, StoreError
 from tidemill.fakes import Fault
-from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.protocols import PauseMode, Sampling, WeightUpdate
+from tidemill.records import Completion, Int32Array, Prompt
 from tidemill.rollout import fleet as fleet_module
+from tidemill.rollout import rollouter as rollouter_module
 from tidemill.rollout.elasticity import VERSIONS, Elasticity
-from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop
+from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop, Suspects
+from tidemill.rollout.flights import Flight
+from tidemill.rollout.ledger import Ledger
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005)):
         monkeypatch.setattr(fleet_module, name, seconds)
+    monkeypatch.setattr(rollouter_module, "ANSWER_TIMEOUT_S", DEADLINE_S)  # on a busy machine too, groups say why
 
 
 async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_and_no_group_is_lost(
@@ -180,6 +191,88 @@ def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
     assert loop.lost("b", 0) == 1
     now = LOSSES_WITHIN_S + 1
     assert loop.lost("a", 0) == 1
+
+
+class Mortal(FakeMember):
+    """Dies of some occurrences, after it has sampled a token of them."""
+
+    deadly: ClassVar[Collection[int]] = ()
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineCrashedError(f"{self.name} died")
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        if self._dead:
+            raise EngineLostError(f"{self.name} is dead")
+        if int(request_id.partition(".")[0]) in self.deadly:
+            await asyncio.sleep(0.002)
+            await self.shutdown()
+            raise EngineCrashedError(f"{self.name} died of {request_id}")
+        return await super().generate(request_id, prompt_ids, sampling)
+
+
+def mortals(tmp_path: Path, engines: int, deadly: Collection[int], **options: Any) -> Crew:
+    made = type("DyingOf", (Mortal,), {"deadly": deadly})
+    crew = Crew(tmp_path, engines=engines, start=made, options=options)
+    for member in crew.members:
+        member.__class__ = made
+    return crew
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("max_attempts", [1, 3, 9])
+@pytest.mark.parametrize("deadly", [{0}, {5, 6}, {9}])
+async def test_a_prompt_that_kills_its_engine_is_set_aside_and_nothing_else_is(
+    tmp_path: Path, engines: int, max_attempts: int, deadly: set[int]
+) -> None:
+    crew = mortals(tmp_path, engines, deadly, rollout={"max_attempts": max_attempts})
+    await crew.run(5)
+    assert crew.rig.ledger.quarantined == dict.fromkeys(deadly, "kills_engine")
+    assert crew.rig.uids == [uid for uid in range(20 + len(deadly)) if uid not in deadly]
+    again = Ledger.restore(crew.rig.ledger.state(), crew.rig.ledger.total)
+    assert again.quarantined == crew.rig.ledger.quarantined
+
+
+async def test_where_every_prompt_kills_its_engine_it_is_not_the_prompts(tmp_path: Path) -> None:
+    crew = mortals(tmp_path, 1, range(200))
+    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+        with pytest.raises(EngineError, match=r"3 prompts in a row, occurrences \[0, 1, 2\], killed 3 engines each"):
+            await crew.rig.rollouter.run()
+    assert len(crew.started) <= LOSSES + 3  # the last one may have been replaced already
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    deadly=st.sets(st.integers(0, 30), max_size=2),
+    concurrent=st.integers(1, 12),
+    max_attempts=st.integers(1, 9),
+)
+def test_whatever_flies_beside_it_only_the_deadly_prompt_is_condemned(
+    seed: int, deadly: set[int], concurrent: int, max_attempts: int
+) -> None:
+    """One engine. Who finishes before it dies is drawn, and once it dies of something else before anything does."""
+    ledger, rng, flights = Ledger(40), random.Random(seed), dict[int, Flight]()
+    suspects, accident = Suspects(ledger, max_attempts), rng.randrange(40) if max_attempts > 2 else None
+    while (uid := ledger.next_uid()) is not None or flights:
+        while uid is not None and len(flights) < concurrent and not suspects.must_wait(uid, flights.values()):
+            ledger.dispatched(uid)
+            flights[uid] = Flight(Prompt(uid, 0, np.zeros(1, np.int32), ""), uid, 0, 0.0)
+            uid = ledger.next_uid()
+        for done in [uid for uid in flights if uid not in deadly and rng.random() < 0.4]:
+            suspects.generated()
+            ledger.queued(done)
+            ledger.trained([done])
+            del flights[done]
+        died = accident in flights and not any(ledger.crashes(uid) for uid in flights)
+        accident = None if died else accident
+        if died or deadly & set(flights):
+            assert {uid for uid in flights if suspects.crashed(uid, "engine")} <= deadly
+            flights.clear()
+    assert set(ledger.quarantined) == deadly
+    assert ledger.trained_count == 40 - len(deadly)
+    ledger.check()
 
 
 WAITING = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.5, "idle/rollouter": 0.0}

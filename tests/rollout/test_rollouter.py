@@ -14,6 +14,7 @@ from tidemill.errors import DataError, EngineError, RewardError, RewardTimeoutEr
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
+from tidemill.rollout import flights
 
 
 async def settle(condition: Any, timeout_s: float = 5.0) -> None:
@@ -95,6 +96,17 @@ async def test_stop_abandons_what_is_in_flight_counts_it_and_closes_the_queue() 
     assert rig.ledger.counts()["dropped/stopped"] == 8
     assert len(rig.engines[0].aborted) == 8
     rig.ledger.check()
+
+
+async def test_what_was_sampled_of_groups_that_are_cancelled_is_waste(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "ANSWER_TIMEOUT_S", 30.0)
+    rig = Rig(run_config(rollout={"max_new_tokens": 500}), engines=[FakeEngine(lengths=(500, 500))])
+    run = asyncio.create_task(rig.rollouter.run())
+    await settle(lambda: requests(rig).total() == 8)
+    await rig.rollouter.stop()
+    await asyncio.wait_for(run, 5)
+    sampled = (await rig.engines[0].stats())["generated_tokens"]
+    assert 0 < sampled == (await rig.rollouter.stats())["wasted_tokens"]
 
 
 async def test_every_prompt_too_long_ends_the_run_instead_of_searching_for_ever() -> None:
@@ -287,6 +299,21 @@ async def test_a_failing_engine_does_not_attract_the_groups_of_the_others() -> N
     await settle(lambda: rig.queue.arrived == 8)
     assert not rig.ledger.quarantined
     assert rig.ledger.counts()["dropped/engine_error"] <= 8
+    run.cancel()
+
+
+async def test_a_prompt_is_not_blamed_for_engines_that_are_lost_with_their_machines() -> None:
+    rig = Rig(faults={0: Fault("hang")})
+    run = asyncio.create_task(rig.rollouter.run())
+    for n in range(5):
+        await settle(lambda: any(name.startswith("0.") for name in rig.engines[-1]._running))
+        await rig.engines[-1].shutdown()
+        await rig.rollouter.remove_engine(f"engine {n}", "engine_lost")
+        rig.engines.append(FakeEngine(faults={0: Fault("hang")} if n < 4 else {}))
+        await rig.rollouter.add_engine(f"engine {n + 1}", rig.engines[-1])
+    await settle(lambda: rig.queue.arrived == 8)
+    assert not rig.ledger.quarantined
+    assert requests(rig)[0] == 6
     run.cancel()
 
 

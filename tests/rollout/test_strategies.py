@@ -12,6 +12,7 @@ from rollout_rig import Rig, run_config
 
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.records import Int32Array
+from tidemill.rollout import flights
 from tidemill.rollout.staleness import StalenessPolicy
 
 STRATEGIES = ["pace", "drop", "wait"]
@@ -37,6 +38,19 @@ async def test_every_strategy_keeps_the_bound_and_trains_every_prompt_once(strat
     assert await rig.run() == 12
     assert max(rig.ages) <= bound
     assert len(set(rig.uids)) == len(rig.uids) == 48
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_every_token_that_was_sampled_is_trained_or_counted_as_waste(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "ANSWER_TIMEOUT_S", 30.0)
+    rig = heavy_rig(strategy)
+    await rig.run()
+    sampled = sum([(await engine.stats())["generated_tokens"] for engine in rig.engines])
+    wasted = (await rig.rollouter.stats()).get("wasted_tokens", 0)
+    assert sampled == sum(group.response_tokens for group in rig.trained) + wasted
+    assert (wasted == 0) == (strategy == "wait")
 
 
 async def test_wait_drops_nothing_where_pace_drops_what_was_overtaken() -> None:

@@ -233,6 +233,18 @@ async def test_any_damaged_byte_in_the_store_is_noticed(rig: Rig, serial: int) -
     assert await fetched(rig.receiver(), update) == rig.files[1]
 
 
+@pytest.mark.parametrize("kept", [0, 1, 17, -1])
+async def test_any_object_in_the_store_that_was_cut_short_is_noticed(rig: Rig, kept: int) -> None:
+    update = [rig.publish(0), rig.publish(1)][-1].update
+    for key in [*rig.keys(1), *rig.keys(2)]:
+        whole = rig.store.get_bytes(key)
+        rig.store.put_bytes(key, whole[:kept])
+        with pytest.raises(ChainError, match="cannot bring version 1 from the store"):
+            await fetched(rig.receiver(), update)
+        rig.store.put_bytes(key, whole)
+    assert await fetched(rig.receiver(), update) == rig.files[1]
+
+
 async def test_the_error_names_version_tensor_object_and_remedy(rig: Rig) -> None:
     update = rig.publish(7).update
     key = rig.keys(1)[-1]

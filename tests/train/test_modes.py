@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from loop_rig import Loop
-from rollout_rig import Rig, run_config
+from rollout_rig import LengthReward, Rig, run_config
 
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.records import Prompt
 
 
 def straggler(*uids: int) -> FakeEngine:
@@ -70,6 +72,36 @@ async def test_asynchronous_trains_stale_samples_each_of_one_version() -> None:
     assert [group.newest_version for group in stragglers] == [0, 0]
     assert (min(loop.ages), max(loop.ages)) == (0, 1)
     assert max(metrics["staleness/partial_ratio"] for metrics in loop.metrics) == 0
+
+
+class Slow(LengthReward):
+    """Scores occurrences 4 and 5 when it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = asyncio.Event()
+
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> list[tuple[float, dict[str, float]]]:
+        if prompt.uid in (4, 5):
+            await self.released.wait()
+        return await super().score(prompt, responses)
+
+
+@pytest.mark.parametrize("pause_mode", ["keep", "abort", "wait"])
+async def test_a_weight_sync_waits_for_no_reward(pause_mode: str) -> None:
+    rewards = Slow()
+    loop = Loop(Rig(run_config(asynchrony={"max_staleness": 3, "pause_mode": pause_mode}), rewards=rewards))
+
+    async def release_after_two_syncs() -> None:
+        if loop.position.version == 2:
+            rewards.released.set()
+            while not {4, 5} <= loop.rig.rollouter._admission.queued.keys():
+                await asyncio.sleep(0)
+
+    loop.before_step = release_after_two_syncs
+    await loop.fit()
+    late = [(moment.version, g.oldest_version) for moment in loop.steps for g in moment.groups if g.uid in (4, 5)]
+    assert late == [(3, 0), (3, 0)]
 
 
 @pytest.mark.parametrize("pause_mode", ["keep", "abort"])

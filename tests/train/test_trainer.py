@@ -166,7 +166,7 @@ async def test_step_metrics_have_the_documented_names() -> None:
     await fit(trainer, rig)
     table = Path(__file__).parents[2].joinpath("docs/metrics.md").read_text(encoding="utf-8")
     documented = "|".join(
-        re.sub("PART|REASON", "[^/]+", name) for name in re.findall(r"`([a-z_]+/[a-zA-Z_/]+)`", table)
+        re.sub("PART|REASON|AGE", "[^/]+", name) for name in re.findall(r"`([a-z_]+/[a-zA-Z_/]+)`", table)
     )
     unknown = [name for name in trainer.observer.steps[0] if not re.fullmatch(documented, name)]
     assert unknown == []
@@ -286,3 +286,4 @@ async def test_a_run_that_ended_between_two_syncs_can_be_prolonged() -> None:
     assert (again.position.step, again.publisher.versions) == (8, [3, 4, 5])
     assert longer.ledger.trained_count == again.position.groups == 32
     assert again.position.max_age <= 1
+    assert "dropped/stale" not in longer.ledger.counts()  # groups started at the pace of the versions that were trained

@@ -153,8 +153,9 @@ async def test_versions_pass_a_spare_engine_by_and_it_catches_up(tmp_path: Path)
     assert school.crew.rig.rollouter._engines._open()[-1].name == "engine 1"
 
 
-async def test_the_end_of_the_run_waits_for_the_score(tmp_path: Path) -> None:
-    school = School(tmp_path, "spare", every=7)
+@pytest.mark.parametrize("mode", ["concurrent", "spare"])
+async def test_the_end_of_the_run_waits_for_the_score(tmp_path: Path, mode: str) -> None:
+    school = School(tmp_path, mode, every=7)
     school.answers(False)
 
     async def later() -> None:

@@ -51,6 +51,11 @@ def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
         jobs = cluster.list(RAY_JOBS, selector(arguments.run))
         if pod is None and not jobs:
             raise without_pods(cluster, arguments.run)
+        if pod is None and not arguments.follow:
+            say(
+                console,
+                f"{arguments.run} has written nothing yet; `tidemill status {arguments.run}` says what it waits for",
+            )
         if not arguments.follow or not jobs:
             return 0
         time.sleep(FOLLOW_S)
@@ -85,22 +90,15 @@ def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
     found = look(cluster, run, time.time())
     if not found:
         raise unknown(cluster, run)
+    if found[0].over and (found[0].state is None or not arguments.now):
+        kept = "" if found[0].state is None else "; `--now` deletes its cluster at once"
+        say(console, f"{run} is over: {found[0].progress()}{kept}")
+        return 0
     if arguments.now:
         release_run(cluster, run, None, WallClock())
         say(console, f"{run} is deleted; its newest checkpoint is kept")
         return 0
-    if found[0].over:
-        rest = "; `--now` deletes its cluster at once" if cluster.list(RAY_JOBS, selector(run)) else ""
-        say(console, f"{run} is over: {found[0].progress()}{rest}")
-        return 0
-    noted = close(cluster, run, **{STOPPED: arguments.reason})  # first: the watcher may be between two attempts
-    jobs = [job for job in cluster.list(RAY_JOBS, selector(run)) if not has_ended(job)]
-    for job in jobs:
-        if STOP not in annotations_of(job):
-            cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: arguments.reason}}})
-    if not (noted or jobs):
-        fix = "Ask for that right, or again once the next attempt has begun"
-        raise ClusterError(f"{run} is between two attempts, and only who may patch configmaps stops it there. {fix}.")
+    ask_to_stop(cluster, run, arguments.reason)
     say(
         console,
         f"{run} ends after the step under way, with a checkpoint and a model; `tidemill status {run}` shows how far it "
@@ -111,6 +109,22 @@ def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
     return 0
 
 
+def ask_to_stop(cluster: Cluster, run: str, reason: str) -> None:
+    """Tell whoever watches a run that it is to end, also one who is between two attempts.
+
+    Raises:
+        ClusterError: he is, and we may not write where he looks then.
+    """
+    noted = close(cluster, run, **{STOPPED: reason})
+    jobs = [job for job in cluster.list(RAY_JOBS, selector(run)) if not has_ended(job)]
+    for job in jobs:
+        if STOP not in annotations_of(job):
+            cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: reason}}})
+    if not (noted or jobs):
+        fix = "Ask for that right, or again once the next attempt has begun"
+        raise ClusterError(f"{run} is between two attempts, and only who may patch configmaps stops it there. {fix}.")
+
+
 def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
     """Delete what nobody looks after, and old notes."""
     from tidemill.kuberay.kfp_runs import KfpRuns
@@ -119,8 +133,12 @@ def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console)
     if not dry:
         sweep(cluster, now)
     is_over = KfpRuns(arguments.endpoint).is_over if arguments.endpoint else None
+    found = False
     for job in reap(cluster, age, now, is_over, dry_run=dry):
+        found = True
         say(console, f"{'would delete' if dry else 'deleted'} {job.name}: {job.reason}")
+    if not found:
+        say(console, f"nothing to delete in namespace {cluster.namespace}")
     return 0
 
 

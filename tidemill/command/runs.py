@@ -70,7 +70,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def timeline(arguments: argparse.Namespace) -> int:
     """The picture of a run, or its trace."""
-    from tidemill.observe.events import read_events
+    from tidemill.observe.events import past_events
     from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
 
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
@@ -79,7 +79,7 @@ def timeline(arguments: argparse.Namespace) -> int:
         found = ", ".join(sorted(file.parent.name for file in Path("runs").glob("*/events.jsonl"))) or "none"
         fix = f"There is no {events}; runs/ has {found}."
         raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", fix)
-    activities = last_steps(newest_attempt(read_events(events)), arguments.last)
+    activities = last_steps(newest_attempt(past_events(events)), arguments.last)
     path = Path(arguments.output or folder / "timeline.svg")
     draw = {".svg": svg, ".json": trace}.get(path.suffix)
     if draw is None:

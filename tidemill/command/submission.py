@@ -20,7 +20,7 @@ from rich.console import Console
 
 from tidemill.command.cron import Cron, next_times
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, RunError
+from tidemill.errors import ConfigError, RunError, StoreError
 from tidemill.kuberay.show import manifests
 from tidemill.pipeline.request import MARK, Request, entries, mark
 from tidemill.pipeline.sweep import variants
@@ -33,6 +33,8 @@ ENDPOINT = "KF_PIPELINES_ENDPOINT"
 OUTPUT = "/tmp/tidemill"
 """Folder of the run in a step's pod, whatever its image; what is to stay goes to the store."""
 SHOWN_TIMES = 3
+SEEN = " --store-endpoint says where it is seen from here, such as http://127.0.0.1:9000 behind"
+FORWARD = "port-forward svc/store 9000."
 SOME_RUN = "0" * MARK
 """Stands for the id of the KFP run, to see whether a run's name has room for it."""
 STORED = ("/", ".jsonl", ".parquet")
@@ -79,8 +81,10 @@ def schedule(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True, highlight=False)
     check_schedule(arguments)
     if arguments.list:
-        for row in call("schedules", reach(arguments))["schedules"]:
-            console.print(f"{row['name']}  {row['cron']}  {row['mode']}", markup=False)
+        rows = call("schedules", reach(arguments))["schedules"]
+        lines = [f"{row['name']}  {row['cron']}  {row['mode']}" for row in rows]
+        for line in lines or ["KFP has no schedule"]:
+            console.print(line, markup=False)
         return 0
     if arguments.delete:
         call("delete", {"name": arguments.delete, **reach(arguments)})
@@ -226,7 +230,11 @@ def reach(arguments: argparse.Namespace) -> dict[str, Any]:
 def order(arguments: argparse.Namespace, parameters: Mapping[str, str], name: str, config: RunConfig) -> dict[str, Any]:
     """What KFP is asked for; the files of prompts are uploaded on the way."""
     kfp = reach(arguments)
-    shipped = text_of(ship(config, arguments.store_endpoint))
+    try:
+        shipped = text_of(ship(config, arguments.store_endpoint))
+    except StoreError as error:
+        place = "" if arguments.store_endpoint else f"{SEEN} kubectl -n {config.kubernetes.namespace} {FORWARD}"
+        raise StoreError(f"prompts that are files of this machine cannot be uploaded: {error}{place}") from error
     return {
         **kfp,
         "pipeline": pipeline_of(arguments),

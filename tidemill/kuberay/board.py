@@ -67,6 +67,10 @@ class Board:
         """Let attempts begin, whatever ended the run before."""
         self.post(**dict.fromkeys((STOPPED, ENDED, ENDED_OF)))
 
+    def given_back(self) -> bool:
+        """Whether our own pipeline run was over and gave the run back, which it does after all of its steps."""
+        return self.owner.kfp_run is not None and self.facts().get(ENDED_OF) == self.owner.kfp_run
+
     def empty(self) -> Object:
         """The ConfigMap without facts."""
         reference = self.owner.reference

@@ -6,6 +6,7 @@ The submitter writes it, so that it is found where everybody looks: in `kubectl 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,12 @@ RATE = 100_000
 """Bytes a second that are asked for at most, on average: Ray sends all of the log every time."""
 TOO_LONG = 413
 """Status of an answer that is longer than is read."""
+END = re.compile(
+    r"Job entrypoint command failed with exit code (-?\d+)(?:, last available logs[^\n]*\n(.*))?", re.DOTALL
+)
+"""Ray's message about a driver that failed: its exit status, and what it wrote last."""
+PREAMBLE = re.compile(r".* job_manager\.py:\d+ -- |Running entrypoint for job ")
+"""Lines that Ray itself writes to the log of a driver."""
 
 
 @dataclass(slots=True)
@@ -59,3 +66,12 @@ class DriverLog:
         self.shown += len(new)
         if new:
             self.tell(new.removesuffix("\n"))
+
+
+def end_of_driver(message: str) -> tuple[int, str] | None:
+    """Exit status and last words of a driver that failed, from Ray's message; None where it is about something else."""
+    end = END.match(message)
+    if end is None:
+        return None
+    lines = (end[2] or "").strip().splitlines()
+    return int(end[1]), "\n".join(line for line in lines if PREAMBLE.match(line) is None)

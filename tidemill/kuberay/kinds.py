@@ -95,6 +95,7 @@ class SecurityContext(Kind):
     allow_privilege_escalation: bool = False
     run_as_non_root: bool = True
     capabilities: Capabilities = Capabilities(drop=["ALL"])
+    read_only_root_filesystem: bool | None = None
 
 
 class SeccompProfile(Kind):

@@ -27,6 +27,7 @@ from tidemill.kuberay.kinds import (
     Port,
     Resources,
     SecretKey,
+    SecurityContext,
     ValueFrom,
     Volume,
     VolumeMount,
@@ -112,6 +113,7 @@ def submitter_template(config: RunConfig, labels: Labels, entrypoint: str) -> Po
         command=COMMAND,
         env=variables({JOB: job}),
         resources=SUBMITTER,
+        security_context=SecurityContext(read_only_root_filesystem=True),
         volume_mounts=[TEMPORARY, WORKING],
     )
     spec = pod(config, container, folders(None), config.kubernetes.trainer_priority_class)

@@ -14,6 +14,7 @@ from typing import Any
 
 from tidemill.failure import HOPELESS
 from tidemill.kuberay.cluster import Object, labels_of, name_of
+from tidemill.kuberay.driver_log import end_of_driver
 
 NODE_TYPE = "ray.io/node-type"
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -45,12 +46,6 @@ ENDINGS: Mapping[str, tuple[str, bool]] = {
     "JobStatusCheckTimeoutExceeded": ("the head pod did not answer", True),
     "JobDeploymentStatusTransitionGracePeriodExceeded": ("the driver was lost", True),
 }
-DRIVER_END = re.compile(
-    r"Job entrypoint command failed with exit code (-?\d+)(?:, last available logs[^\n]*\n(.*))?", re.S
-)
-"""Ray's words, which KubeRay passes on: exit status, and what the driver wrote last."""
-PREAMBLE = re.compile(r".* job_manager\.py:\d+ -- |Running entrypoint for job ")
-"""Lines that Ray itself writes to the log of a driver."""
 
 
 class Phase(StrEnum):
@@ -146,10 +141,10 @@ def ended(status: Mapping[str, Any]) -> JobState:
     if status.get("jobStatus") == "STOPPED" and not reason:
         return JobState(Phase.FAILED, "stopped", fatal="the driver was stopped from outside, as by `ray job stop`")
     told, passing = ENDINGS.get(reason, (f"the RayJob failed: {reason or 'no reason given'}", True))
-    end = DRIVER_END.match(message)
+    end = end_of_driver(message)
     if end is not None:
-        words = "\n".join(line for line in (end[2] or "").strip().splitlines() if PREAMBLE.match(line) is None)
-        message, passing = f"exit code {end[1]}\n{words}".rstrip(), passing and int(end[1]) != HOPELESS
+        code, words = end
+        message, passing = f"exit code {code}\n{words}".rstrip(), passing and code != HOPELESS
     return JobState(Phase.FAILED, "failed", fatal=f"{told}: {message}" if message else told, passing=passing)
 
 

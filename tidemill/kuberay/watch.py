@@ -118,6 +118,8 @@ class Watcher:
             TidemillError: it failed, and another would too; it was deleted, or out of budget.
         """
         try:
+            if self.board.given_back():  # a person has KFP try the steps of a pipeline that was over again
+                first = self.provision()
             summary = self.followed(first, self.entry(first))
         except TidemillError as error:
             self.post_end(error)
@@ -144,8 +146,7 @@ class Watcher:
             cause, *_ = str(error).splitlines()
             self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {cause}"))
             self.post(failure=f"attempt {number}: {error}")
-            number += 1
-            self.beginning.of(number)
+            number = self.entry(number)  # another watcher may have gone ahead
 
     def release(self, number: int, error: TidemillError) -> None:
         """Delete what a failed attempt holds.
@@ -159,10 +160,10 @@ class Watcher:
             raise RunError(f"{error}\nWhat is more, its cluster does not go away: {left}") from error.__cause__
 
     def entry(self, first: int) -> int:
-        """Which attempt to watch: the live one, the one that ended meanwhile, or a new one.
+        """Which attempt to watch, not before `first`: the live one, the one that ended meanwhile, or a new one.
 
         Raises:
-            ClusterError: the run was ended, or an earlier try of this step gave it up.
+            ClusterError: the run was ended, or another watcher, such as that of an earlier try, gave it up.
         """
         number = self.attempts.live()
         if number is not None:
@@ -207,20 +208,22 @@ class Watcher:
             clock.sleep(POLL_S)
 
     def look(self, visit: Visit) -> JobState:
-        """One look, and what follows from it."""
+        """One look, and what follows from it. The sign of life comes first: the store may be away, and for long."""
         now = self.attempts.clock.time()
         pods = self.cluster.list(PODS, selector(self.config.name))
         job = self.cluster.get(RAY_JOBS, job_name(self.config.name, visit.attempt.number))
         own = [pod for pod in pods if attempt_of(labels_of(pod)) == visit.attempt.number]
         state = assess(job, own, self.events(own), now)
-        visit.mirror.catch_up()
         self.meter.see(pods, self.config.kubernetes.gpu_resource, now)
+        due = now - visit.beaten >= BEAT_S
+        if due and not state.over:
+            self.beat(visit, state, now)
+        visit.mirror.catch_up()
         self.report(visit, state)
-        if job is None or state.over:
+        if due or state.over:
             budget.save(self.meter, self.store, self.config.name)
-            return self.in_time(visit, state, job, now)
-        self.beat(visit, state, now)
-        self.pass_on_stop(visit, job, now)
+        if job is not None and not state.over:
+            self.pass_on_stop(visit, job, now)
         return self.in_time(visit, state, job, now)
 
     def events(self, pods: Sequence[Object]) -> Sequence[Object]:
@@ -246,9 +249,6 @@ class Watcher:
 
     def beat(self, visit: Visit, state: JobState, now: float) -> None:
         """Leave a sign of life at the RayJob, and what it has cost."""
-        if now - visit.beaten < BEAT_S:
-            return
-        budget.save(self.meter, self.store, self.config.name)
         name = job_name(self.config.name, visit.attempt.number)
         self.cluster.patch(RAY_JOBS, name, {"metadata": {"annotations": {HEARTBEAT: f"{now:.0f}"}}})
         step = visit.mirror.last

@@ -80,15 +80,27 @@ def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
 def staleness_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
     """Ages in versions. A group is as old as its oldest token: judging by the newest hides partial rollouts."""
     ages = np.array([version - group.oldest_version for group in groups])
-    spans = [span for rollout in rollouts for span in rollout.versions]
-    tokens = sum(span.end - span.start for span in spans)
-    token_ages = sum((version - span.version) * (span.end - span.start) for span in spans)
+    versions = [[span.version for span in rollout.versions] or [version] for rollout in rollouts]
+    oldest, newest = np.array([min(v) for v in versions]), np.array([max(v) for v in versions])
     return {
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
-        "staleness/token_mean": token_ages / tokens if tokens else 0.0,
-        "staleness/partial_ratio": share(len({span.version for span in r.versions}) > 1 for r in rollouts),
+        "staleness/token_mean": token_age(rollouts, version),
+        **{f"staleness/groups_of_age/{age}": float((ages == age).sum()) for age in range(int(ages.max()) + 1)},
+        "staleness/stale_groups": float((ages > 0).sum()),
+        "staleness/stale_rollouts": float((oldest < version).sum()),
+        "staleness/partial_rollouts": float((oldest < newest).sum()),
+        "staleness/partial_ratio": float((oldest < newest).mean()),
+        "staleness/partial_span_max": float((newest - oldest).max()),
     }
+
+
+def token_age(rollouts: Sequence[Rollout], version: int) -> float:
+    """Mean age over response tokens, 0 where there are none."""
+    spans = [span for rollout in rollouts for span in rollout.versions]
+    tokens = sum(span.end - span.start for span in spans)
+    ages = sum((version - span.version) * (span.end - span.start) for span in spans)
+    return ages / tokens if tokens else 0.0
 
 
 def advantage_metrics(advantages: Sequence[Float32Array]) -> dict[str, float]:

@@ -5,7 +5,6 @@ validate ─► provision ─► train ─► evaluate ─► register, and tear
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import time
@@ -15,18 +14,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.failure import recorded
-from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
+from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, past_events
+from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
-from tidemill.observe.report import Summary, render
-from tidemill.pipeline.excerpt import excerpt, shown
+from tidemill.observe.report import Summary, shortened
 from tidemill.pipeline.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
 from tidemill.pipeline.provider import provider_of
-from tidemill.protocols import Evaluation, evaluation_from_json
+from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
 
@@ -111,7 +108,7 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
         summary.write(run.folder / "summary.json")
     for name, value in asdict(summary).items():
         log_number(log_metric, name, value)
-    return excerpt(summary).to_json()
+    return summary.to_json()
 
 
 def log_number(log_metric: LogMetric, name: str, value: object) -> None:
@@ -137,7 +134,21 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
         log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
         track_evaluation(run, trained, evaluation)
     log_number(log_metric, "held_out_score", evaluation.score)
-    return json.dumps(asdict(shown(evaluation, trained)), ensure_ascii=False)
+    return json.dumps(asdict(excerpt(evaluation, trained)), ensure_ascii=False)
+
+
+def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
+    """The evaluation with the answers that the report shows.
+
+    KFP hands all inputs of a step to it as one argument of a command, for which Linux has 128 KiB, and keeps them in
+    etcd. MLflow has every answer in full.
+    """
+    asked = {sample.prompt for sample in summary.samples}
+    shown: dict[str, Answer] = {}
+    for answer in map(shortened, evaluation.answers):
+        if answer.prompt in asked:
+            shown.setdefault(answer.prompt, answer)  # prompts that are cut to the same text count once, as the first
+    return replace(evaluation, answers=tuple(shown.values()))
 
 
 class Pointer(Protocol):
@@ -179,7 +190,7 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
 
 def reports_of(run: RunConfig, summary: Summary, measured: Curves) -> dict[str, str]:
     """The report as Markdown and as a page, by the names that MLflow keeps them under."""
-    return {"report.md": as_markdown(summary), "report.html": page(run.name, summary, measured)}
+    return {"report.md": report(run.name, summary), "report.html": page(run.name, summary, measured)}
 
 
 def point(model: Pointer, run: RunConfig, summary: Summary) -> None:
@@ -269,7 +280,7 @@ def track_end(run: RunConfig, summary: Summary, reports: Mapping[str, str]) -> N
 
 def with_times(summary: Summary, run: RunConfig) -> Summary:
     """The summary with the wall time of the newest attempt's steps; tries of one step add up."""
-    events = [event for event in read_events(run.folder / "events.jsonl") if isinstance(event, PhaseStarted)]
+    events = [event for event in past_events(run.folder / "events.jsonl") if isinstance(event, PhaseStarted)]
     seconds = seconds_by_step(events, time.time())
     around = {name: value for name, value in seconds.items() if name != "train"}
     return replace(
@@ -292,15 +303,3 @@ def seconds_by_step(phases: Sequence[PhaseStarted], now: float) -> dict[str, flo
     for step, end in zip(newest, ends, strict=True):
         seconds[step.name] = seconds.get(step.name, 0.0) + end - step.time
     return seconds
-
-
-def as_markdown(summary: Summary) -> str:
-    """The report for a page of KFP."""
-    text = io.StringIO()
-    render(
-        summary,
-        Console(file=text, width=100),
-        f"tidemill generate models:/{summary.model_version} PROMPT",
-        "tidemill ui",
-    )
-    return f"# Report\n\n```\n{text.getvalue().strip()}\n```\n"

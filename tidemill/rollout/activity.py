@@ -115,9 +115,9 @@ class Tally:
         self._counts["generated_tokens"] += sum(lengths)
         self._counts["updated_midway"] += group.oldest_version != group.newest_version
 
-    def count(self, name: str) -> None:
-        """Something to be counted happened."""
-        self._counts[name] += 1
+    def count(self, name: str, amount: int = 1) -> None:
+        """Something to be counted happened, once or so often."""
+        self._counts[name] += amount
 
     def take(self) -> dict[str, float]:
         """Everything since the last report: counts as they are, the rest as means over groups; starts anew."""

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from tidemill.errors import EngineError, EngineLostError, SyncError, TidemillError
+from tidemill.errors import EngineCrashedError, EngineError, EngineLostError, SyncError, TidemillError
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.rollout.engine_processes import cause_of_death, children, end_processes, resident_bytes
@@ -169,7 +169,7 @@ class VllmEngine:
             return EngineLostError(f"{what}: the engine is not running")
         if self._llm.errored:
             ended = self._llm.engine_core.resources.engine_manager.finished_procs()
-            return EngineLostError(f"{what}: the engine for {self._model_path} died: {cause_of_death(ended)}")
+            return EngineCrashedError(f"{what}: the engine for {self._model_path} died: {cause_of_death(ended)}")
         return None
 
     async def _fly(self, flight: Flight) -> None:
@@ -233,7 +233,7 @@ class VllmEngine:
     def _running(self, what: str) -> Any:
         end = self._end(what)
         if end is not None:
-            raise end
+            raise EngineLostError(str(end))  # before this call, which has no part in it
         return self._llm
 
     async def abort(self, request_ids: Sequence[str]) -> None:

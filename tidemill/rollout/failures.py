@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from tidemill.errors import DataError, EngineError, RewardError, RunError, TidemillError
 from tidemill.rollout.activity import Clock
 from tidemill.rollout.flights import Flight
+from tidemill.rollout.ledger import Ledger
 
 LOSSES = 3  # engines of one place, one after the other, that finish nothing
 LOSSES_WITHIN_S = 3600.0
@@ -87,6 +89,59 @@ class FailureStreak:
         self._too_long += 1
         if self._too_long >= self._rows:
             raise DataError(f"every prompt is longer than data.max_prompt_tokens = {limit}; raise it")
+
+
+class Suspects:
+    """Finds the prompt that kills its engine among those that were in flight beside it.
+
+    Whatever an engine was generating when it crashed is suspect, and cleared when another one finishes it. Nothing is
+    blamed for one crash. What has been there at all crashes but one of those that condemn is generated alone, so that
+    the last one condemns one prompt and not its neighbours. An engine that was lost with its pod or machine did not
+    crash, or prompts that take long would be set aside where pods are often evicted.
+
+    Args:
+        ledger: counts the crashes under every occurrence, over restarts too.
+        max_attempts: `rollout.max_attempts`. At least two crashes condemn, and no more than a `CrashLoop` allows.
+    """
+
+    def __init__(self, ledger: Ledger, max_attempts: int) -> None:
+        self._ledger, self.max_crashes = ledger, min(max(2, max_attempts), LOSSES)
+        self._explained: Counter[str] = Counter()
+        self._condemned: list[int] = []
+
+    def must_wait(self, uid: int, flights: Iterable[Flight]) -> bool:
+        """Whether an occurrence may not start beside these."""
+        others = [flight.uid for flight in flights if flight.stage == "generating"]
+        return bool(others) and any(map(self._suspected, [uid, *others]))
+
+    def generated(self) -> None:
+        """An engine has returned a group."""
+        self._condemned.clear()
+
+    def crashed(self, uid: int, engine: str) -> bool:
+        """The engine died while it generated an occurrence. Returns whether that is to blame and set aside.
+
+        Raises:
+            EngineError: one prompt after the other is to blame, so that it is not the prompts.
+        """
+        if not self._ledger.crashed(uid, self.max_crashes):
+            return False
+        self._explained[engine] += 1
+        self._condemned.append(uid)
+        if len(self._condemned) >= LOSSES:
+            raise EngineError(
+                f"{LOSSES} prompts in a row, occurrences {self._condemned}, killed {self.max_crashes} engines each, "
+                f"the last one {engine}, and nothing else was finished in between. The notices of this run and the "
+                "engines' logs say what they died of."
+            )
+        return True
+
+    def explained(self, engine: str) -> int:
+        """How many prompts were set aside for the death of this engine; asked once."""
+        return self._explained.pop(engine, 0)
+
+    def _suspected(self, uid: int) -> bool:
+        return self._ledger.crashes(uid) >= self.max_crashes - 1
 
 
 class CrashLoop:

@@ -59,7 +59,10 @@ class Rotation(Protocol):
         ...
 
     async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
-        """This one gets no more; its groups that do not end in time are issued again. Returns how many it finished."""
+        """This one gets no more; its groups that do not end in time are issued again.
+
+        Returns how many it finished, and how many prompts were set aside because they killed it.
+        """
         ...
 
     async def set_engine_aside(self, name: str) -> None:

@@ -11,11 +11,12 @@ from typing import Literal, Protocol
 
 from tidemill.errors import EngineError
 from tidemill.protocols import Engine
-from tidemill.records import Int32Array, Prompt
+from tidemill.records import Completion, Int32Array, Prompt
 
 LOG = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 1.0  # of a request that is aborted
 
 Stage = Literal["generating", "scoring", "delivering"]
 Decode = Callable[[Int32Array], str]
@@ -75,6 +76,21 @@ def group_seed(seed: int, uid: int, failures: int) -> int:
     """
     digest = hashlib.blake2b(repr((seed, uid, failures)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+async def give_up(engine: Engine, request_id: str, answer: asyncio.Future[list[Completion]]) -> int:
+    """End a request as `abort_request` does; returns the tokens that it had sampled, as far as `answer` says soon."""
+    await abort_request(engine, request_id)
+    await asyncio.wait([answer], timeout=ANSWER_TIMEOUT_S)
+    if not answer.done():
+        answer.cancel()
+        return 0
+    return 0 if answer.cancelled() or answer.exception() is not None else tokens_of(answer.result())
+
+
+def tokens_of(completions: Sequence[Completion]) -> int:
+    """Sampled tokens of a group."""
+    return sum(len(completion.token_ids) for completion in completions)
 
 
 async def abort_request(engine: Engine, request_id: str) -> None:

@@ -1,6 +1,7 @@
 """The ledger: what became of every prompt occurrence. Pure bookkeeping, no IO.
 
-An occurrence (`uid`) is waiting, dispatched, queued, trained or quarantined:
+An occurrence (`uid`) is waiting, dispatched, queued, trained or quarantined; it waits when it was dropped, or passed
+over when a later one was dispatched:
 
     waiting ──dispatched──► dispatched ──queued──► queued ──trained──► trained
        ▲                        │  │                 │
@@ -17,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain, count, islice
 from typing import Any, Literal
 
 from tidemill.errors import CheckpointError, RunError
@@ -42,9 +44,10 @@ class Ledger:
         self._quarantined: dict[int, str] = {}
         self._attempts: dict[int, int] = {}
         self._outlasted: dict[int, int] = {}
+        self._crashed: dict[int, int] = {}
 
     def next_uid(self) -> int | None:
-        """The occurrence to dispatch next: re-issues first, lowest first, then a new one; None when there is none.
+        """The occurrence to dispatch next: what waits first, lowest first, then a new one; None when there is none.
 
         Does not change anything; `dispatched` does.
         """
@@ -54,18 +57,28 @@ class Ledger:
             return None
         return self._cursor
 
+    def upcoming(self, most: int) -> list[int]:
+        """What `next_uid` would return one after the other, if each was dispatched; `most` of them at most."""
+        new = count(self._cursor) if self.total is None else range(self._cursor, self.total)
+        return list(islice(chain(sorted(self._waiting), new), most))
+
     def dispatched(self, uid: int) -> None:
-        """Count one issue of `uid`, which must be what `next_uid` returns.
+        """Count one issue of `uid`, which waits or was never issued; new ones before it wait from now on.
 
         Raises:
-            RunError: another uid.
+            RunError: it is neither, or beyond the end of the stream.
         """
-        if uid != self.next_uid():
-            raise RunError(f"occurrence {uid} was dispatched although {self.next_uid()} is next")
-        if self._waiting:
-            heapq.heappop(self._waiting)
+        if uid in self._waiting:
+            self._waiting.remove(uid)
+            heapq.heapify(self._waiting)
+        elif self._cursor <= uid and (self.total is None or uid < self.total):
+            for passed in range(self._cursor, uid):
+                heapq.heappush(self._waiting, passed)
+            self._cursor = uid + 1
         else:
-            self._cursor += 1
+            raise RunError(
+                f"occurrence {uid} cannot be dispatched: it is {self._flight.get(uid) or self._whereabouts(uid)}"
+            )
         self._flight[uid] = "dispatched"
         self._issued += 1
 
@@ -78,6 +91,7 @@ class Ledger:
         self._require(uid, ("dispatched",), "queued")
         self._flight[uid] = "queued"
         self._outlasted.pop(uid, None)
+        self._crashed.pop(uid, None)
 
     def trained(self, uids: Iterable[int]) -> None:
         """These occurrences are in the parameters: all of them, or on error none.
@@ -143,6 +157,26 @@ class Ledger:
         self._outlasted[uid] = times
         return False
 
+    def crashed(self, uid: int, max_crashes: int) -> bool:
+        """The engine that generated a dispatched occurrence died of itself; the occurrence may be to blame.
+
+        It is dropped as "engine_lost" and issued again, or at the `max_crashes`-th time in a row quarantined as
+        "kills_engine".
+
+        Returns:
+            True when the occurrence is quarantined now.
+
+        Raises:
+            RunError: it is not in flight.
+        """
+        times = self._crashed.get(uid, 0) + 1
+        if times >= max_crashes:
+            self.quarantine(uid, "kills_engine")
+            return True
+        self.dropped(uid, "engine_lost")
+        self._crashed[uid] = times
+        return False
+
     def quarantine(self, uid: int, reason: str) -> None:
         """Set a dispatched occurrence aside; it is never issued again.
 
@@ -153,11 +187,16 @@ class Ledger:
         del self._flight[uid]
         self._attempts.pop(uid, None)
         self._outlasted.pop(uid, None)
+        self._crashed.pop(uid, None)
         self._quarantined[uid] = reason
 
     def failures(self, uid: int) -> int:
         """Failed attempts of an occurrence so far."""
         return self._attempts.get(uid, 0)
+
+    def crashes(self, uid: int) -> int:
+        """Engines in a row that died of themselves while they generated an occurrence."""
+        return self._crashed.get(uid, 0)
 
     @property
     def quarantined(self) -> Mapping[int, str]:
@@ -207,6 +246,7 @@ class Ledger:
             "quarantined": {str(uid): reason for uid, reason in self._quarantined.items()},
             "attempts": {str(uid): count for uid, count in self._attempts.items()},
             "outlasted": {str(uid): count for uid, count in self._outlasted.items()},
+            "crashed": {str(uid): count for uid, count in self._crashed.items()},
         }
 
     @classmethod
@@ -227,6 +267,7 @@ class Ledger:
             ledger._quarantined = {int(uid): reason for uid, reason in state["quarantined"].items()}
             ledger._attempts = {int(uid): count for uid, count in state["attempts"].items()}
             ledger._outlasted = {int(uid): count for uid, count in state.get("outlasted", {}).items()}
+            ledger._crashed = {int(uid): count for uid, count in state.get("crashed", {}).items()}
             lost = ledger._issued - ledger._trained - ledger._dropped.total() - len(ledger._quarantined)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the ledger in the checkpoint is damaged: {error!r}") from error
@@ -255,5 +296,5 @@ class Ledger:
         if uid in self._quarantined:
             return f"quarantined ({self._quarantined[uid]})"
         if uid in self._waiting:
-            return "waiting to be issued again"
+            return "waiting to be issued"
         return "trained already" if 0 <= uid < self._cursor else "not issued yet"

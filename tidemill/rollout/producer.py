@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from tidemill.records import Completion, Group, Prompt, Rollout
 from tidemill.rollout.activity import Clock, IdleMeter
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import FlightFailure
-from tidemill.rollout.flights import Decode, Flight, Scorer, abort_request, group_seed
+from tidemill.rollout.flights import Decode, Flight, Scorer, give_up, group_seed, tokens_of
 
 
 class Producer:
@@ -26,14 +26,22 @@ class Producer:
         rewards: scores responses.
         decode: response tokens to text.
         idle: is told when a generation begins and ends.
+        wasted: is told of tokens that were sampled for nothing.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, config: RunConfig, engines: EnginePool, rewards: Scorer, decode: Decode, idle: IdleMeter, clock: Clock
+        self,
+        config: RunConfig,
+        engines: EnginePool,
+        rewards: Scorer,
+        decode: Decode,
+        idle: IdleMeter,
+        clock: Clock,
+        wasted: Callable[[int], None],
     ) -> None:
         self._config, self._engines, self._rewards = config.rollout, engines, rewards
-        self._decode, self._idle, self._clock = decode, idle, clock
+        self._decode, self._idle, self._clock, self._wasted = decode, idle, clock, wasted
         self._seed = config.seed if config.synchronous else None
 
     async def generate(self, flight: Flight, failures: int) -> list[Completion]:
@@ -81,16 +89,18 @@ class Producer:
         return Sampling(config.group_size, config.max_new_tokens, config.temperature, seed, tuple(config.stop))
 
     async def _request(self, engine: Engine, flight: Flight, sampling: Sampling) -> list[Completion]:
+        answer = asyncio.ensure_future(engine.generate(flight.request_id, flight.prompt.token_ids, sampling))
         try:
             async with asyncio.timeout(self._config.group_timeout_s):
-                completions = await engine.generate(flight.request_id, flight.prompt.token_ids, sampling)
+                completions = await asyncio.shield(answer)  # which tells, after an abort, how much was sampled
         except TimeoutError as error:
-            await abort_request(engine, flight.request_id)
+            self._wasted(await give_up(engine, flight.request_id, answer))
             raise FlightFailure("timeout") from error
         except asyncio.CancelledError:
-            await abort_request(engine, flight.request_id)
+            self._wasted(await give_up(engine, flight.request_id, answer))
             raise
         if any(completion.finish_reason == "abort" for completion in completions):
+            self._wasted(tokens_of(completions))
             raise FlightFailure("aborted")
         if not all(len(completion.token_ids) for completion in completions):
             raise FlightFailure("empty")
