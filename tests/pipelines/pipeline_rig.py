@@ -42,6 +42,8 @@ def train(config):
         raise RewardError("the reward is broken")
     if config.seed == 7 and tries.read_text() == "1":
         raise EngineError("an engine died")
+    if config.seed == 9 and tries.read_text() == "1":
+        os.kill(os.getpid(), 9)
     tracker = Tracker.start(config)
     for step in (1, 2, 3):
         tracker.log(step, {"reward/mean": step / 4})

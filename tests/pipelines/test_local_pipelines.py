@@ -49,6 +49,14 @@ def test_run_without_a_name_is_called_after_the_kfp_run(rig: Rig) -> None:
     assert Summary.from_json(rig.output("register", "Output")).model_version == "tiny/1"
 
 
+def test_step_that_is_killed_is_tried_again_and_the_form_may_have_one_line(rig: Rig) -> None:
+    done = rig.run("post_training", run_name="tiny-k", overrides="[seed=9, trainer.learning_rate=0.0007]")
+    assert done.returncode == 0, done.stdout
+    assert rig.tries("tiny-k") == 2
+    assert Summary.from_json(rig.output("register", "Output")).held_out_after == 0.7
+    assert not rig.store_is_up
+
+
 def test_failure_ends_the_run_and_teardown_runs_after_it(rig: Rig) -> None:
     done = rig.run("post_training", run_name="tiny-13", overrides="seed=13")
     assert done.returncode != 0
