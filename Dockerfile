@@ -95,9 +95,9 @@ ENV HOME=/home/tidemill \
     UV_SYSTEM_CERTS=1 \
     UV_SYSTEM_PYTHON=1
 # The base image may have a user of this number already, by another name, and Python by its longer name only.
-RUN getent passwd 1000 || useradd --uid 1000 --no-create-home tidemill; \
-    install --directory --owner 1000 --group 1000 /home/tidemill; \
-    command -v python || ln -s "$(command -v python3)" /usr/local/bin/python
+RUN { getent passwd 1000 || useradd --uid 1000 --no-create-home tidemill; } \
+    && install --directory --owner 1000 --group 1000 /home/tidemill \
+    && { command -v python || ln -s "$(command -v python3)" /usr/local/bin/python; }
 WORKDIR /home/tidemill
 COPY constraints-gpu.txt pyproject.toml /opt/lock/
 RUN --mount=type=bind,from=tools,source=/build,target=/build \

@@ -11,10 +11,14 @@ was thrown away. Age, waste and idle are explained at `Outcome`. Each of the oth
 is shown with the fastest one whose trained groups were all within the maximum age that ours is set to: drop-on-read
 holds it by force as ours does, verl and AReaL have no such limit, so that theirs is what the simulation observes.
 
+With several epochs every prompt comes again, as far from its first time as `--noise` says, and all rules see the same
+occurrences. Ours then remembers how long prompts took; "no memory" is ours on the same generation times, but with data
+in which no prompt comes twice. The first epoch, in which nothing is known, counts.
+
 The clairvoyant is no rule that could be built: it knows how long each prompt will take before it starts, and begins
 the long ones early in a version. What it reaches at the same maximum age is what scheduling alone can reach.
 
-    python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--versions 40] [--seeds 2] [--json rows.json]
+    python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--epochs 1 5] [--noise 0.3] [--json rows.json]
 """
 
 from __future__ import annotations
@@ -34,7 +38,6 @@ from simulation.others import Clairvoyant, Other, Rule, areal, drop_on_read, pac
 from simulation.ours import Ours
 from simulation.world import Scenario, World
 
-WARM_UP = 0.2  # of the versions, before the measurement begins
 BALANCES = {0.5: "generation bound", 1.0: "balanced", 2.0: "training bound"}
 LABELS = {
     "share": "throughput",
@@ -84,7 +87,7 @@ async def train(world: World, system: System) -> None:
         if (step + 1) % scenario.trigger == 0:
             world.version += 1
             await system.begin_version(world.version)
-            if world.version == round(WARM_UP * scenario.versions):
+            if world.version == scenario.warm_up:
                 world.reset()
 
 
@@ -137,11 +140,14 @@ def best(scenario: Scenario, seeds: int, rules: Sequence[Rule], max_age: int) ->
 
 def measure(scenario: Scenario, seeds: int, max_age: int) -> dict[str, Outcome]:
     """Every rule at one maximum age."""
-    ours = run(scenario, seeds, partial(Ours, max_staleness=max_age), f"max_staleness {max_age}")
+    setting = f"max_staleness {max_age}"
+    ours = {"ours": run(scenario, seeds, partial(Ours, max_staleness=max_age, memory=True), setting)}
+    if scenario.epochs > 1:
+        ours["ours, no memory"] = run(scenario, seeds, partial(Ours, max_staleness=max_age, memory=False), setting)
     rule = paced(scenario, max_age)
     clairvoyant = run(scenario, seeds, partial(Clairvoyant, rule=rule, max_age=max_age), rule.setting)
     others = {name: best(scenario, seeds, rules, max_age) for name, rules in grids(scenario, max_age).items()}
-    return {"ours": ours, "clairvoyant": clairvoyant, **others}
+    return {**ours, "clairvoyant": clairvoyant, **others}
 
 
 def rows(case: str, outcomes: dict[str, Outcome]) -> Iterator[Row]:
@@ -179,6 +185,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trigger", type=int, default=4, help="optimizer steps of a version")
     parser.add_argument("--engines", type=int, default=2, help="of 16 groups at once")
     parser.add_argument("--versions", type=int, default=40)
+    parser.add_argument("--epochs", nargs="+", type=int, default=[1, 5], help="how often a prompt is trained")
+    parser.add_argument("--noise", type=float, default=0.3, help="sigma of a prompt's times, lognormal, over epochs")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -187,9 +195,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     table: list[Row] = []
-    for tail, longest, age, balance in itertools.product(args.tails, args.longest, args.ages, BALANCES):
-        scenario = Scenario(tail, longest, balance, args.batch, args.trigger, args.engines, args.versions, seed=0)
-        case = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}"
+    cases = itertools.product(args.epochs, args.tails, args.longest, args.ages, BALANCES)
+    for epochs, tail, longest, age, balance in cases:
+        sizes = (args.batch, args.trigger, args.engines, args.versions)
+        scenario = Scenario(tail, longest, balance, *sizes, epochs, args.noise, seed=0)
+        case = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}, epochs {epochs}"
         outcomes = measure(scenario, args.seeds, age)
         show(case, outcomes)
         table += rows(case, outcomes)

@@ -1,14 +1,18 @@
 """From a new version at the trainer to the same bytes in the engine's parameters, by every transport.
 
-    python benchmarks/sync.py [--megabytes 10 100 500] [--repeats 5] [--json PATH]
+    python benchmarks/sync.py [--megabytes 10 100 500] [--repeats 5] [--memory] [--json PATH]
 
 Beside it, in the same run: a plain copy in memory, and `torch.save` + `ray.put` + `ray.get` + `torch.load`. Every way
-begins with bfloat16 tensors and ends with the same loop that copies each into a parameter, all in one process. What
-vLLM does to load comes on top, and is the same for every way; so does the cast of the trainer's float32 weights.
+begins with bfloat16 tensors and ends with the same loop that copies each into a parameter, all in one process and, as
+in a run, in an event loop that is running already. What vLLM does to load comes on top, and is the same for every way;
+so does the cast of the trainer's float32 weights.
 
 Between two publications every weight moves by a learning rate of 1e-6 in float32, so that a delta is what it would be
 in a run. The object store is the embedded server, its data on disk. Rows: name, unit, ours, other, ratio (ours over
-other), medians of the passes, which alternate.
+other), medians of the passes.
+
+`shared_memory` and the plain copy come first and alone, before Ray and the object store are up: servers that are still
+freeing or writing what another way left behind take memory bandwidth from whichever comes next. `--memory` stops there.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,11 +41,12 @@ from tidemill.sync.outbox import MemoryOutbox
 from tidemill.sync.publisher import WeightPublisher
 from tidemill.sync.receiver import Receiver
 
-MEMORY = Path("/dev/shm")
+FOLDER = Path("/dev/shm")
 SIDE = 1024  # a tensor has this many rows and columns: 2 MiB
 LEARNING_RATE = 1e-6
-COPY, RAY = "plain copy", "torch.save + ray"
-OURS = ("shared_memory", "object_store, delta", "object_store, full")
+COPY, COPY_EACH, RAY = "plain copy", "plain copy by tensor", "torch.save + ray"
+MEMORY, DELTA, FULL = "shared_memory", "object_store, delta", "object_store, full"
+WARM_UP = 2  # passes that make the files which later ones use again; in the first the delta has no base yet
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -81,21 +86,29 @@ class Weights:
                 raise SystemExit(f"{way} changed {name}")
 
 
+@dataclass(frozen=True)
+class Result:
+    """Median milliseconds by way, and the bytes that a way put into the object store for one version."""
+
+    median: Mapping[str, float]
+    stored: Mapping[str, float]
+
+
 @dataclass
 class Ways:
     """Every way from the trainer's weights to the engine's parameters."""
 
     weights: Weights
-    store: ObjectStore
     folder: Path
+    store: ObjectStore | None
 
     def __post_init__(self) -> None:
-        self.version, self.loop = 0, asyncio.new_event_loop()
+        self.version = 0
         # As in a run, where a process exports to one folder and reads from one.
         self.exports, self.adopted = defaultdict(MappedWeights), defaultdict(MappedWeights)
         self.outdated: WeightUpdate | None = None
         self.outbox = MemoryOutbox(self.folder / "outbox", self.export)
-        self.publishers = {way: WeightPublisher(f"runs/{n}", n) for way, n in ((OURS[1], 1 << 30), (OURS[2], 1))}
+        self.publishers = {way: WeightPublisher(f"runs/{n}", n) for way, n in ((DELTA, 1 << 30), (FULL, 1))}
         self.receivers = {way: Receiver(self.folder / f"{n}", self.opened, 60) for n, way in enumerate(self.publishers)}
         self.stored: dict[str, float] = {}
 
@@ -108,22 +121,30 @@ class Ways:
         """As the trainer does."""
         return self.exports[path.parent].write(path, self.weights.weights, torch.bfloat16)
 
-    def all(self) -> dict[str, Callable[[], None]]:
-        """By name, those to compare with first."""
+    def all(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """By name."""
         return {
             COPY: self.copy,
+            COPY_EACH: self.copy_each,
+            MEMORY: self.shared_memory,
             RAY: self.ray,
-            OURS[0]: lambda: self.loop.run_until_complete(self.shared_memory()),
-            OURS[1]: lambda: self.loop.run_until_complete(self.object_store(OURS[1])),
-            OURS[2]: lambda: self.loop.run_until_complete(self.object_store(OURS[2])),
+            DELTA: lambda: self.object_store(DELTA),
+            FULL: lambda: self.object_store(FULL),
         }
 
-    def copy(self) -> None:
-        """Into a buffer that is there already, and from it."""
+    async def copy(self) -> None:
+        """Into a buffer that is there already, and when it holds a whole version, from it."""
+        for name, tensor in self.weights.weights.items():
+            self.weights.staging[name].copy_(tensor)
+        for name, tensor in self.weights.staging.items():
+            self.weights.load(name, tensor)
+
+    async def copy_each(self) -> None:
+        """The same tensor by tensor, each loaded while the cache holds it; an engine would see versions mixed."""
         for name, tensor in self.weights.weights.items():
             self.weights.load(name, self.weights.staging[name].copy_(tensor))
 
-    def ray(self) -> None:
+    async def ray(self) -> None:
         """Through Ray's object store; unpickling is restricted to tensors."""
         buffer = io.BytesIO()
         torch.save(self.weights.weights, buffer)
@@ -133,7 +154,6 @@ class Ways:
 
     async def shared_memory(self) -> None:
         """One of two files in memory, which stay mapped on both sides."""
-        self.version += 1
         update = (await self.outbox.write(self.version)).update
         self.adopt(update)
         if self.outdated:
@@ -161,30 +181,56 @@ class Ways:
         for receiver in self.receivers.values():
             receiver.close()
         self.outbox.close()
-        self.loop.close()
 
-
-def measure(megabytes: int, repeats: int, store: ObjectStore) -> list[Row]:
-    """Seconds of every way, alternating. The first two passes warm up.
-
-    They make the files that later ones use again, and in the first the delta has no base yet.
-    """
-    seconds: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="tidemill-bench-") as folder:
-        ways = Ways(Weights(megabytes), store, Path(folder))
-        for number in range(repeats + 2):
-            ways.weights.move()
-            for way, run in ways.all().items():
+    async def passes(self, names: Sequence[str], count: int) -> dict[str, float]:
+        """Median milliseconds of these ways, which take turns, also at being first."""
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(WARM_UP + count):
+            self.weights.move()
+            self.version += 1
+            for name in names if number % 2 else reversed(names):
                 start = time.perf_counter()
-                run()
-                elapsed = time.perf_counter() - start
-                ways.weights.check(way)
-                if number > 1:
-                    seconds.setdefault(way, []).append(1000 * elapsed)
-        ways.close()
-    medians = {way: statistics.median(values) for way, values in seconds.items()}
-    rows = [row(f"{megabytes} MB: {way} / {o}", "ms", medians[way], medians[o]) for way in OURS for o in (COPY, RAY)]
-    return [*rows, row(f"{megabytes} MB: stored, delta / full", "MB", *(ways.stored[way] / 1e6 for way in OURS[1:]))]
+                await self.all()[name]()
+                seconds[name].append(time.perf_counter() - start)
+                self.weights.check(name)
+        return {name: 1000 * statistics.median(values[WARM_UP:]) for name, values in seconds.items()}
+
+
+def measure(megabytes: int, names: Sequence[str], count: int, store: ObjectStore | None = None) -> Result:
+    """Medians of these ways, which take turns."""
+    with tempfile.TemporaryDirectory(dir=FOLDER if FOLDER.is_dir() else None, prefix="tidemill-bench-") as folder:
+        ways = Ways(Weights(megabytes), Path(folder), store)
+        try:
+            return Result(asyncio.run(ways.passes(names, count)), ways.stored)
+        finally:
+            ways.close()
+
+
+def memory_rows(megabytes: int, here: Result) -> Iterator[Row]:
+    """What needs no server."""
+    for other in (COPY, COPY_EACH):
+        yield row(f"{megabytes} MB: {MEMORY} / {other}", "ms", here.median[MEMORY], here.median[other])
+
+
+def server_rows(megabytes: int, here: Result, there: Result) -> Iterator[Row]:
+    """The other ways, and those of `here` beside them."""
+    yield row(f"{megabytes} MB: {MEMORY} / {RAY}", "ms", here.median[MEMORY], there.median[RAY])
+    for way in (DELTA, FULL):
+        yield row(f"{megabytes} MB: {way} / {COPY}", "ms", there.median[way], here.median[COPY])
+        yield row(f"{megabytes} MB: {way} / {RAY}", "ms", there.median[way], there.median[RAY])
+    yield row(f"{megabytes} MB: stored, delta / full", "MB", *(there.stored[way] / 1e6 for way in (DELTA, FULL)))
+
+
+@contextmanager
+def servers(largest: int) -> Iterator[ObjectStore]:
+    """Ray, with room for weights of so many megabytes, and an object store."""
+    room = max(10**8, 3 * largest * 10**6)
+    ray.init(num_cpus=2, object_store_memory=room, include_dashboard=False, configure_logging=False)
+    try:
+        with tempfile.TemporaryDirectory() as folder, embedded_store(Path(folder)) as server:
+            yield ObjectStore.connect(server.endpoint, "bench", server.access_key, server.secret_key)
+    finally:
+        ray.shutdown()
 
 
 def row(name: str, unit: str, ours: float, other: float) -> Row:
@@ -195,17 +241,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmark the transports of a weight sync.")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100, 500])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="only shared_memory and the plain copy")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # threads that wait for each other would measure what else the machine does
-    largest = max(arguments.megabytes) * 10**6
-    ray.init(num_cpus=2, object_store_memory=max(10**8, 3 * largest), include_dashboard=False, configure_logging=False)
-    try:
-        with tempfile.TemporaryDirectory() as folder, embedded_store(Path(folder)) as server:
-            store = ObjectStore.connect(server.endpoint, "bench", server.access_key, server.secret_key)
-            rows = [row for size in arguments.megabytes for row in measure(size, arguments.repeats, store)]
-    finally:
-        ray.shutdown()
+    here = {
+        # A few milliseconds scatter more than a second does.
+        size: measure(size, (COPY, MEMORY, COPY_EACH), arguments.repeats * max(4, 1000 // size))
+        for size in arguments.megabytes
+    }
+    rows = [line for size, result in here.items() for line in memory_rows(size, result)]
+    if not arguments.memory:
+        with servers(max(arguments.megabytes)) as store:
+            for size, result in here.items():
+                there = measure(size, (RAY, DELTA, FULL), arguments.repeats, store)
+                rows += server_rows(size, result, there)
     print(f"{'ours / other':48}{'unit':>5}{'ours':>11}{'other':>11}{'ratio':>8}")
     for line in rows:
         print(f"{line.name:48}{line.unit:>5}{line.ours:11.2f}{line.other:11.2f}{line.ratio:8.2f}")

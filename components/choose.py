@@ -19,7 +19,7 @@ def choose(
 
     Args:
         config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
-        overrides: KEY.PATH=VALUE, one a line.
+        overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
         run_name: name of the sweep, "" for a new one.
         kfp_run: id of the KFP run.
         results: what `conclude` returned for each variant.

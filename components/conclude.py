@@ -15,7 +15,7 @@ def conclude(config: str, summary: str, evaluation: str, metrics: dsl.Output[dsl
         metrics: gets the score.
 
     Returns:
-        JSON: the settings and the final summary.
+        JSON: name, scores and steps; the store has the settings and the final summary.
     """
     from tidemill.pipeline.sweep import conclude as step
 

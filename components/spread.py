@@ -22,7 +22,7 @@ def spread(
 
     Args:
         config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
-        overrides: KEY.PATH=VALUE, one a line.
+        overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
         run_name: name of the run, "" for a new one.
         kfp_run: id of the KFP run.
         gpu_type: kubernetes.gpu_type, "" as the settings say.
@@ -30,7 +30,7 @@ def spread(
         ranks: trainer.ranks, 0 as the settings say.
         image: kubernetes.image, "" as the settings say.
         gpu_hours: kubernetes.gpu_hours, 0 as the settings say.
-        variants: one a line, its overrides with spaces between them.
+        variants: one a line, its overrides with spaces between them, or in one line [VARIANT, ...].
         links: gets the places to look at while the sweep goes on.
 
     Returns:

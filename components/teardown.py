@@ -10,7 +10,7 @@ def teardown(config: str, overrides: str, run_name: str, kfp_run: str, variants:
 
     Args:
         config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
-        overrides: KEY.PATH=VALUE, one a line.
+        overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
         run_name: name of the run, "" for a new one.
         kfp_run: id of the KFP run.
         variants: those of a sweep, "" for a single run.

@@ -21,7 +21,7 @@ def validate(
 
     Args:
         config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
-        overrides: KEY.PATH=VALUE, one a line.
+        overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
         run_name: name of the run, "" for a new one.
         kfp_run: id of the KFP run.
         gpu_type: kubernetes.gpu_type, "" as the settings say.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,10 +33,11 @@ def page() -> str:
 def tables() -> Iterator[str]:
     """One table a section, in the order of the file."""
     section: type[BaseModel] | None = None
-    for key, owner, name in sorted(fields(), key=lambda knob: "." in knob[0]):
+    order = list(dict.fromkeys(owner for _, owner, _ in fields()))
+    for key, owner, name in sorted(fields(), key=lambda knob: order.index(knob[1])):
         if owner is not section:
             section = owner
-            yield f"\n## {heading(key)}\n\n{(owner.__doc__ or '').strip()}\n"
+            yield f"\n## {heading(key)}\n\n{inspect.getdoc(owner)}\n"
             yield "| Key | Type | Default | Meaning |\n|---|---|---|---|"
         yield row(key, owner, name)
 
@@ -71,7 +73,9 @@ def type_name(annotation: Any) -> str:
     if origin is Literal:
         return " \\| ".join(f"`{value}`" for value in arguments)
     names = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
-    return "list of text" if origin is list else "mapping" if origin is dict else names[annotation]
+    if origin is list:
+        return f"list of {'mappings' if get_origin(arguments[0]) is dict else type_name(arguments[0])}"
+    return "mapping" if origin is dict else names[annotation]
 
 
 def bounds(metadata: tuple[Any, ...]) -> str:

@@ -38,11 +38,12 @@ def continual(
     """Train the champion on new prompts, and make the result the champion if it became better.
 
     Args:
-        config: settings as YAML text, or s3://BUCKET/KEY of such a file; then one of the overrides is
-            store.endpoint=http://HOST:PORT.
+        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, and then
+            one of the overrides is store.endpoint=http://HOST:PORT.
         prompts: s3://BUCKET/PREFIX/ of .jsonl files whose names sort by their date; those are taken that come after the
             last one trained with, and without a new one the run ends at once. Or any source of prompts.
-        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line.
+        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line, or in one line
+            [KEY.PATH=VALUE, KEY.PATH=VALUE].
         run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
         gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
         engines: vLLM engines. 0: as in `config`.
@@ -55,7 +56,7 @@ def continual(
     pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
-    with dsl.ExitHandler(pod.task(teardown(**name, variants="")), name="run"):
+    with dsl.ExitHandler(pod.again(teardown(**name, variants="")), name="run"):
         renewed = pod.task(renew(**name, **amounts, prompts=prompts)).outputs
         settings = renewed["settings"]
         # KFP's local runner evaluates a condition as an expression with the value in it, which the lines of settings

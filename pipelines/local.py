@@ -1,12 +1,19 @@
 """Runs a pipeline through the KFP local runner: `python -m tidemill_pipelines.local PIPELINE ROOT NAME=VALUE ...`."""
 
+import os
 import shlex
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 
 from kfp import local
 from tidemill_pipelines.catalogue import PIPELINES
-from tidemill_pipelines.parameters import pairs, typed
+from tidemill_pipelines.parameters import Value, pairs, typed
+
+USAGE = "usage: python -m tidemill_pipelines.local PIPELINE FOLDER NAME=VALUE ..., PIPELINE being"
+ASKED = ("config", "overrides", "run_name", "variants")
+GRACE_S = 10.0
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
 
 def main(pipeline: str, root: str, *given: str) -> None:
@@ -30,5 +37,40 @@ def main(pipeline: str, root: str, *given: str) -> None:
     PIPELINES[pipeline](**typed(pipeline, pairs(given)))
 
 
+def command(words: Sequence[str]) -> int:
+    """What a person calls; returns the exit status."""
+    if len(words) < 2 or words[0] not in PIPELINES:
+        sys.stderr.write(f"{USAGE} {', '.join(PIPELINES)}\n")
+        return MISUSED
+    try:
+        given = typed(words[0], pairs(words[2:]))
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return MISUSED
+    # Steps find reward functions of the working directory, as this process does.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    try:
+        main(*words)
+    except RuntimeError as error:  # what KFP raises for a step that failed, whose output stands above
+        sys.stderr.write(f"the pipeline failed: {error}\n")
+        return FAILED
+    except KeyboardInterrupt:
+        interrupted(given)
+        return INTERRUPTED
+    return 0
+
+
+def interrupted(given: Mapping[str, Value]) -> None:
+    """End what the runner leaves alone: the step under way with all its processes, and what a teardown gives back."""
+    from tidemill.cluster.processes import adopt_orphans, end_descendants
+    from tidemill.pipeline.ends import end
+    from tidemill.pipeline.request import Request
+
+    adopt_orphans()
+    end_descendants(GRACE_S)
+    config, overrides, run_name, variants = (str(given.get(name, "")) for name in ASKED)
+    end(Request(config, overrides, run_name), variants)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(command(sys.argv[1:]))

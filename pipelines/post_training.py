@@ -36,9 +36,10 @@ def post_training(
     """Train a model as `config` says, and register it if it became better.
 
     Args:
-        config: the run's settings as YAML text, or s3://BUCKET/KEY of such a file; then one of the overrides is
-            store.endpoint=http://HOST:PORT.
-        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line.
+        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, and then
+            one of the overrides is store.endpoint=http://HOST:PORT.
+        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line, or in one line
+            [KEY.PATH=VALUE, KEY.PATH=VALUE].
         run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
         gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
         engines: vLLM engines. 0: as in `config`.
@@ -51,7 +52,7 @@ def post_training(
     pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
-    with dsl.ExitHandler(pod.task(teardown(**name, variants="")), name="run"):
+    with dsl.ExitHandler(pod.again(teardown(**name, variants="")), name="run"):
         settings = pod.task(validate(**name, **amounts)).outputs["Output"]
         summary, evaluation = learned(pod, settings)
         pod.again(register(config=settings, summary=summary, evaluation=evaluation))

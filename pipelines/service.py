@@ -16,6 +16,7 @@ import urllib.request
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 import kfp_server_api
@@ -25,7 +26,8 @@ from tidemill_pipelines.parameters import typed
 from urllib3.exceptions import HTTPError
 
 HEALTH = "/apis/v2beta1/healthz"
-TIMEOUT_S, POLL_S = 10, 10
+TIMEOUT_S, POLL_S, PATIENCE_S = 10, 10, 600
+BUSY = (0, 408, 429)
 PAGE = 100
 OVER = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 TOKEN = "TIDEMILL_KFP_TOKEN"
@@ -57,7 +59,7 @@ class Service:
         Raises:
             ServiceError: nobody answers, or somebody else.
         """
-        token = os.environ.get(TOKEN)
+        token = token_of(os.environ.get(TOKEN, ""))
         knock(endpoint, token)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -118,6 +120,18 @@ def called(name: str) -> str:
     return json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
 
 
+def token_of(text: str) -> str | None:
+    """The token for KFP, None without one.
+
+    Raises:
+        ServiceError: it is none; what would be raised later shows it.
+    """
+    token = text.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ServiceError(f"{TOKEN} holds something other than one line of letters, digits and signs")
+    return token or None
+
+
 def knock(endpoint: str, token: str | None) -> None:
     """See that a KFP answers at an address.
 
@@ -138,8 +152,12 @@ def knock(endpoint: str, token: str | None) -> None:
         raise ServiceError(
             f"no KFP answers at {endpoint}: {error.reason}. From outside the cluster: {FORWARD}"
         ) from error
-    except (OSError, ValueError) as error:
-        raise ServiceError(f"what answers at {endpoint} is not the API of KFP: {error}") from error
+    except TimeoutError as error:
+        raise ServiceError(f"KFP at {endpoint} does not answer within {TIMEOUT_S} s") from error
+    except (OSError, ValueError, HTTPException) as error:
+        raise ServiceError(
+            f"what answers at {endpoint} is not the API of KFP: {error}. A login page may be before it: set {TOKEN}"
+        ) from error
 
 
 def run(service: Service, given: Mapping[str, Any]) -> dict[str, str]:
@@ -213,12 +231,23 @@ def delete(service: Service, given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def wait(service: Service, given: Mapping[str, Any]) -> dict[str, str]:
-    """Wait for the end of a run."""
+    """Wait for the end of a run, which takes days: a server that is away for some minutes is no reason to give up."""
+    heard = time.monotonic()
     while True:
-        state = service.client.get_run(given["id"]).state
-        if state in OVER:
-            return {"state": state}
+        try:
+            state = service.client.get_run(given["id"]).state
+            heard = time.monotonic()
+            if state in OVER:
+                return {"state": state}
+        except (HTTPError, kfp_server_api.ApiException) as error:
+            if not passing(error) or time.monotonic() - heard > PATIENCE_S:
+                raise
         time.sleep(POLL_S)
+
+
+def passing(error: Exception) -> bool:
+    """Whether an error says nothing of what was asked for: nobody answers, or the server fails or is busy."""
+    return not isinstance(error, kfp_server_api.ApiException) or error.status in BUSY or error.status >= 500
 
 
 ACTIONS = {"run": run, "schedule": schedule, "schedules": schedules, "delete": delete, "wait": wait}
@@ -254,7 +283,8 @@ def said(error: kfp_server_api.ApiException) -> str:
         text = tree.get("message") or tree.get("error") or error.reason
     except (TypeError, ValueError, AttributeError):
         text = error.reason
-    return f"{error.status} {' '.join(str(text).split())}"
+    hint = f"; set {TOKEN} to one that is valid" if error.status == 401 else ""
+    return f"{error.status} {' '.join(str(text).split())}{hint}"
 
 
 if __name__ == "__main__":

@@ -41,11 +41,12 @@ def sweep(
     """Train every variant, and register the one with the best held-out score if it became better.
 
     Args:
-        config: settings as YAML text, or s3://BUCKET/KEY of such a file; then one of the overrides is
-            store.endpoint=http://HOST:PORT.
+        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, and then
+            one of the overrides is store.endpoint=http://HOST:PORT.
         variants: one a line, each with its own overrides and spaces between them, such as
-            trainer.learning_rate=1e-5 seed=3
-        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line.
+            trainer.learning_rate=1e-5 seed=3; or in one line [VARIANT, VARIANT].
+        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line, or in one line
+            [KEY.PATH=VALUE, KEY.PATH=VALUE].
         run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
         gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
         engines: vLLM engines. 0: as in `config`.
@@ -58,7 +59,7 @@ def sweep(
     pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
-    with dsl.ExitHandler(pod.task(teardown(**name, variants=variants)), name="sweep"):
+    with dsl.ExitHandler(pod.again(teardown(**name, variants=variants)), name="sweep"):
         settings = pod.task(spread(**name, **amounts, variants=variants)).outputs["Output"]
         with dsl.ParallelFor(settings, name="variants", parallelism=AT_ONCE) as one:
             summary, evaluation = learned(pod, one)

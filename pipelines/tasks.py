@@ -39,7 +39,8 @@ class Pod:
         task.set_caching_options(False)
         task.set_container_image(self.image)
         task.set_cpu_request("250m").set_memory_request(MEMORY).set_memory_limit(MEMORY)
-        kubernetes.use_secret_as_env(task, secret_name=self.store_secret, secret_key_to_env=KEYS)
+        # Without its secret a pod would wait for an hour and say nothing; optional, its step says what is missing.
+        kubernetes.use_secret_as_env(task, secret_name=self.store_secret, secret_key_to_env=KEYS, optional=True)
         kubernetes.use_secret_as_env(
             task, secret_name=LOGIN, secret_key_to_env={name: name for name in ACCOUNT}, optional=True
         )

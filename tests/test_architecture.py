@@ -20,6 +20,7 @@ LAYERS = (
     ("tidemill.sections", "tidemill.config", "tidemill.run_file", "tidemill.failure", "tidemill.verl"),
     (
         "tidemill.protocols",
+        "tidemill.rollout.deferral",
         "tidemill.rollout.staleness",
         "tidemill.rollout.ledger",
         "tidemill.train.advantages",

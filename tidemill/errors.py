@@ -12,6 +12,8 @@ TidemillError
 ├── SyncError        weights did not arrive whole at an engine
 │   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
+│   ├── StoreRefusedError    it does not accept our keys
+│   └── StoreGapError        a part of what was written one after the other is missing
 ├── CheckpointError  a checkpoint is missing, incomplete or does not fit this run
 ├── ClusterError     a Kubernetes cluster refuses the run, lacks what it needs, or took it away
 └── RunError         a run cannot go on: an actor died or made no progress in time
@@ -75,6 +77,22 @@ class ChainError(SyncError):
 
 class StoreError(TidemillError, OSError):
     """The object store cannot be reached, refuses us, or holds something broken."""
+
+
+class StoreRefusedError(StoreError):
+    """The object store does not accept our keys, or they may not do what we ask; another try would end the same."""
+
+
+class StoreGapError(StoreError):
+    """A part of what was written one after the other is missing, and what comes after it is there."""
+
+    def __init__(self, message: str, end: int = 0) -> None:
+        """Args: message: for the user; end: offset of the first byte behind the gap."""
+        self.end = end
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[StoreGapError], tuple[str, int]]:
+        return type(self), (str(self), self.end)
 
 
 class CheckpointError(TidemillError, RuntimeError):

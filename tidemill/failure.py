@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tidemill.errors import DataError, EngineError, RunError, StoreError, TidemillError
+from tidemill.errors import DataError, EngineError, RunError, StoreError, StoreRefusedError, TidemillError
 
 FILE = "failure.json"
-PASSING = (RunError, EngineError, StoreError)  # another try may succeed; any other error would only come again
+PASSING = (RunError, EngineError, StoreError)
+HOPELESS = 2
+"""Exit status of a driver whose failure another attempt would only repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Failure:
             error=type(error).__name__,
             message=str(error) or type(error).__name__,
             expected=isinstance(error, TidemillError),
-            passing=isinstance(error, PASSING),
+            passing=may_pass(error),
             origin="".join(traceback.format_exception(innermost(error), chain=False)),
             trace=traceback.format_exc(),
         )
@@ -93,6 +95,11 @@ class Failure:
     def forget(folder: Path) -> None:
         """Remove the record: the step is tried again, or has succeeded."""
         (folder / FILE).unlink(missing_ok=True)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may succeed; most errors would only come again."""
+    return isinstance(error, PASSING) and not isinstance(error, StoreRefusedError)
 
 
 def innermost(error: BaseException) -> BaseException:

@@ -36,7 +36,7 @@ from tidemill.chatter import diverted
 from tidemill.cluster.local import ray_session
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError, StoreError, TidemillError
-from tidemill.failure import Failure
+from tidemill.failure import HOPELESS, Failure, may_pass
 from tidemill.observe.events import EventLog, PhaseFailed, PhaseStarted
 from tidemill.observe.progress import show_events
 from tidemill.observe.report import Summary
@@ -53,7 +53,7 @@ from tidemill.train.stop import Stop
 
 CONFIG, ATTEMPT, SCRATCH = "TIDEMILL_CONFIG", "TIDEMILL_ATTEMPT", "TIDEMILL_SCRATCH"
 POLL_S = 5.0
-FAILED, MISUSED = 1, 2
+FAILED = 1
 TERMINATED = "the head pod was told to end"
 Train = Callable[[RunConfig, Stop, Claim], Summary]
 Score = Callable[[RunConfig, str], Evaluation]
@@ -110,7 +110,7 @@ class Job:
                 self.work(store, claim)
             except Exception as error:  # noqa: BLE001 - the end of the process; it is written down and reported
                 console.print(self.give_up(store, error), soft_wrap=True, markup=False)
-                return FAILED
+                return status_of(error)
             finally:
                 ended.set()
                 lines.result()
@@ -229,13 +229,18 @@ def from_environment(environment: Mapping[str, str]) -> Job:
     return Job(for_pods(config, scratch), Attempt(config.name, int(number)))
 
 
+def status_of(error: Exception) -> int:
+    """Exit status of an attempt that failed: it tells the watcher what the store may not be able to."""
+    return FAILED if may_pass(error) else HOPELESS
+
+
 def main() -> int:
     """The attempt that this pod is for; returns the exit status."""
     try:
         return from_environment(os.environ).run()
     except TidemillError as error:
         Console(stderr=True, width=120).print(str(error), soft_wrap=True, markup=False)
-        return MISUSED if isinstance(error, ConfigError) else FAILED
+        return status_of(error)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.memory import MemoryMeter
 from tidemill.observe.observer import RunObserver
-from tidemill.observe.report import Sample, Summary
+from tidemill.observe.report import Sample, Summary, shortened
 from tidemill.protocols import Evaluation
 from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.fleet import Fleet
@@ -138,8 +138,8 @@ class Run:
                     model_uri = await self.finish(trainer, parts, observer, before)
                 finally:
                     await parts.close()
-            except BaseException:
-                tracker.finish("FAILED")
+            except BaseException as error:
+                tracker.fail(error)
                 raise
             tracker.finish("FINISHED")
         return self.summarise(trainer, observer, before, model_uri, memory, time.monotonic() - started)
@@ -314,4 +314,5 @@ def samples(before: Evaluation | None) -> tuple[Sample, ...]:
     """Held-out prompts to show, with the first policy's answers."""
     if before is None:
         return ()
-    return tuple(Sample(a.prompt, a.response, None, a.expected) for a in before.answers[:SHOWN_SAMPLES])
+    shown = (shortened(answer) for answer in before.answers[:SHOWN_SAMPLES])
+    return tuple(Sample(answer.prompt, answer.response, None, answer.expected) for answer in shown)

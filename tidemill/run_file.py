@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tidemill.config import RunConfig
+from tidemill.config import RunConfig, fields
 from tidemill.errors import ConfigError
 from tidemill.sections import RewardConfig
 
@@ -25,6 +27,26 @@ PATTERNS = {
 """What the patterns of text settings allow, in words."""
 TRUNCATED = ("rollout.top_p", "rollout.top_k")
 """Settings that engines have, and runs do not."""
+KINDS = {"str": "a text", "list": "a list", "NoneType": "nothing"}
+"""What a file may hold instead of settings."""
+MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
+"""A section, as pydantic calls it."""
+
+
+class Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML would take the last without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """One mapping."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        counted = Counter(key.value for key in keys)
+        for key in reversed(keys):
+            if counted[key.value] > 1:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value} stands there twice", problem_mark=key.start_mark
+                )
+        return node
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -40,19 +62,33 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("config", str(path), "a readable YAML file", f"{error}.") from error
-    config = parse_config(text, overrides, base=path.resolve().parent)
+    config = parse_config(text, overrides, base=path.resolve().parent, name=str(path))
     # Absolute, because processes elsewhere in a Ray cluster work in other folders.
     return config.model_copy(update={"output": config.output.resolve()})
 
 
-def parse_config(text: str, overrides: Sequence[str] = (), *, base: Path | None = None) -> RunConfig:
-    """Parse YAML text as `load_config` does a file; relative data files are looked up below `base`."""
+def parse_config(
+    text: str, overrides: Sequence[str] = (), *, base: Path | None = None, name: str | None = None
+) -> RunConfig:
+    """Parse YAML text as `load_config` does a file.
+
+    Args:
+        text: the settings.
+        overrides: `key.path=value`, which replace what the text says.
+        base: folder of relative data files; None leaves them as they are.
+        name: of the file, for messages.
+
+    Raises:
+        ConfigError: naming key, value, what is allowed and what to do.
+    """
     try:
-        tree = yaml.safe_load(text)
+        tree = load_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError("config", text[:40], "valid YAML", f"{error}") from error
+        raise ConfigError("config", name or text[:40], "valid YAML", f"{said(error)}.") from error
     if not isinstance(tree, dict):
-        raise ConfigError("config", type(tree).__name__, "a mapping of settings", "Start from examples/addition.yaml.")
+        kind = type(tree).__name__
+        fix = f"It holds {KINDS.get(kind, f'a value of type {kind}')}. Start from examples/addition.yaml."
+        raise ConfigError("config", name or text[:40], "a mapping of settings", fix)
     for override in overrides:
         apply_override(tree, override)
     if base is not None:
@@ -61,6 +97,22 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, base: Path | None 
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise explain(error) from error
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: it is none, or a key stands twice.
+    """
+    return yaml.load(text, Loader)
+
+
+def said(error: yaml.YAMLError) -> str:
+    """What is wrong with a YAML text and where, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"Line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -80,9 +132,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             "override", override, f"a key below a section, and {path} is below a value", "Check the path."
         )
     try:
-        node[last] = yaml.safe_load(value)
+        node[last] = load_yaml(value)
     except yaml.YAMLError as error:
-        raise ConfigError(path, value, "a YAML value", f"{error}") from error
+        raise ConfigError(path, value, "a YAML value", f"{said(error)}.") from error
 
 
 def descend(node: Any, key: str, path: str, override: str) -> Any:
@@ -115,8 +167,8 @@ def anchor_data_files(tree: dict[str, Any], base: Path) -> None:
 
 
 def explain(error: ValidationError) -> ConfigError:
-    """Turn pydantic's first finding into one message for the user."""
-    first = error.errors()[0]
+    """Turn one of pydantic's findings into a message for the user: an unknown key first, which makes others missing."""
+    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause
@@ -124,15 +176,16 @@ def explain(error: ValidationError) -> ConfigError:
     if key in TRUNCATED:
         return truncated(key, first["input"])
     if first["type"] == "extra_forbidden":
-        allowed = ", ".join(sibling_keys(first["loc"]))
-        return ConfigError(key, first["input"], f"one of the keys {allowed}", "Remove it or mend the spelling.")
+        siblings = sibling_keys(first["loc"])
+        allowed = f"one of the keys {', '.join(siblings)}"
+        return ConfigError(key, first["input"], allowed, f"{meant(key, siblings)}Remove it or mend the spelling.")
     if first["type"] == "missing":
         return ConfigError(key, None, "a value; it has no default", "Add it to the config file.")
     if first["type"] == "string_pattern_mismatch":
         return ConfigError(key, first["input"], PATTERNS[key], "Mend it.")
     more = len(error.errors()) - 1
     rest = f" ({more} more settings are wrong.)" if more else ""
-    allowed = re.sub(r"^\w+ should (be|have) ", "", first["msg"])
+    allowed = MAPPING.sub("a mapping", re.sub(r"^\w+ should (be|have) ", "", first["msg"]))
     return ConfigError(key, first["input"], allowed, f"See docs/configuration.md.{rest}")
 
 
@@ -144,6 +197,14 @@ def truncated(key: str, value: object) -> ConfigError:
         "no setting: rollouts are sampled from the whole distribution",
         "Tokens that an engine never samples would bias the importance ratio; leave it out.",
     )
+
+
+def meant(key: str, siblings: Sequence[str]) -> str:
+    """A question after the setting that was probably meant: a similar one, or one of this name in another section."""
+    section, _, name = key.rpartition(".")
+    near = [f"{section}.{found}".lstrip(".") for found in difflib.get_close_matches(name, siblings, 1, 0.75)]
+    found = [*near, *(known for known, _, _ in fields() if known.rpartition(".")[2] == name)]
+    return f"Did you mean {found[0]}? " if found else ""
 
 
 def sibling_keys(loc: Sequence[int | str]) -> list[str]:

@@ -58,7 +58,8 @@ class RewardConfig(Section):
     """One reward function; a rollout's reward is the weighted sum of all of them."""
 
     function: str
-    """`exact_number`, `math_verify`, `reasoning_gym`, or an import path `package.module:function`."""
+    """`exact_number` (the first number in the response against the answer), `math_verify`, `reasoning_gym`, or an
+    import path `package.module:function`."""
     weight: float = 1.0
     """Factor in the sum."""
     timeout_s: Seconds = 10.0

@@ -54,16 +54,19 @@ class NoReward:
 
 
 class Ours:
-    """The real rollout side and the real queue, at a `max_staleness`."""
+    """The real rollout side and the real queue, at a `max_staleness`.
 
-    def __init__(self, world: World, max_staleness: int) -> None:
+    Without `memory` it is given data in which no prompt comes twice; the generation times are the same.
+    """
+
+    def __init__(self, world: World, max_staleness: int, memory: bool) -> None:
         scenario = world.scenario
         self.world = world
         config = RunConfig.model_validate(
             {
                 "name": "pacing",
                 "model": "none",
-                "data": {"train": "none.jsonl", "shuffle": False},
+                "data": {"train": "none.jsonl", "shuffle": memory and scenario.epochs > 1},
                 "rewards": [{"function": "exact_number"}],
                 "rollout": {"group_size": 2, "group_timeout_s": PATIENCE_S},
                 "asynchrony": {"max_staleness": max_staleness, "trigger_parameter_sync_step": scenario.trigger},
@@ -73,7 +76,8 @@ class Ours:
                 },
             }
         )
-        prompts = PromptSet([{"prompt": "?"}], Tokenizer(), config.data, seed=0)
+        rows = [{"prompt": "?"}] * (scenario.prompts if memory else scenario.occurrences)
+        prompts = PromptSet(rows, Tokenizer(), config.data, scenario.seed)
         self.queue: MessageQueue[bytes] = MessageQueue(config.queue_capacity, max_staleness)
         self.rollouter = Rollouter(
             config,

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulation.clock import now
+from tidemill.records import Int32Array
+from tidemill.rollout.prompts import epoch_order
 
 MEAN_S = 10.0  # generation time of a group
 GROUPS_PER_ENGINE = 16
@@ -28,7 +30,9 @@ class Scenario:
         trigger: optimizer steps of a version.
         engines: that generate, each with so many groups at once as a run has by default.
         versions: to train.
-        seed: of the generation times.
+        epochs: how often each prompt is trained; 1: the data is larger than what is generated.
+        noise: deviation of the logarithm of a prompt's generation time from one epoch to another.
+        seed: of the generation times, and of the order of the data.
     """
 
     tail: str
@@ -38,6 +42,8 @@ class Scenario:
     trigger: int
     engines: int
     versions: int
+    epochs: int
+    noise: float
     seed: int
 
     @property
@@ -57,15 +63,38 @@ class Scenario:
     def step_s(self) -> float:
         return self.balance * self.generate_s / self.trigger
 
+    @property
+    def warm_up(self) -> int:
+        """Versions before the measurement begins. With several epochs few: the first, which knows nothing, counts."""
+        return round((0.2 if self.epochs == 1 else 0.05) * self.versions)
+
+    @property
+    def occurrences(self) -> int:
+        """Enough for every rule: drop-on-read generates many times what is trained."""
+        return 20 * self.versions * self.per_version
+
+    @property
+    def prompts(self) -> int:
+        """Rows of the data."""
+        return self.occurrences if self.epochs == 1 else self.versions * self.per_version // self.epochs
+
     def durations(self) -> FloatArray:
-        """`[N]` seconds of each occurrence."""
-        count = 20 * self.versions * self.per_version  # drop-on-read generates many times what is trained
+        """`[N]` seconds of each occurrence: its prompt's, times noise where a prompt comes again, up to the budget."""
         budget = self.longest * self.generate_s * max(1.0, self.balance)
         rng = np.random.default_rng(self.seed)
-        drawn = rng.lognormal(0.0, 1.0, count) if self.tail == "lognormal" else 1 + rng.pareto(1.5, count)
+        lognormal = self.tail == "lognormal"
+        drawn = rng.lognormal(0.0, 1.0, self.prompts) if lognormal else 1 + rng.pareto(1.5, self.prompts)
+        if self.epochs > 1:
+            drawn = drawn[self.rows()] * rng.lognormal(0.0, self.noise, self.occurrences)
         for _ in range(50):  # cutting lowers the mean
             drawn *= MEAN_S / np.minimum(drawn, budget).mean()
         return np.minimum(drawn, budget)
+
+    def rows(self) -> Int32Array:
+        """`[N]` the row of each occurrence, as `PromptSet` orders them."""
+        epochs = range(-(-self.occurrences // self.prompts))
+        orders = [epoch_order(self.prompts, self.seed, epoch, self.epochs > 1) for epoch in epochs]
+        return np.concatenate(orders)[: self.occurrences]
 
 
 @dataclass

@@ -29,6 +29,7 @@ kubectl -n kuberay-system rollout status --timeout=300s deployment/kuberay-opera
 for deployment in minio mlflow; do
     kubectl -n tidemill rollout status --timeout=300s "deployment/$deployment"
 done
+kubectl -n tidemill wait --for=condition=complete --timeout=300s job/store-setup
 kubectl -n kubeflow rollout status --timeout=900s deployment/ml-pipeline
 kubectl -n kubeflow rollout status --timeout=300s deployment/ml-pipeline-ui
 cat << 'END'

@@ -10,7 +10,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Platform:
         assert done.returncode == 0 or not check, f"{words}: {done.stderr}"
         return done
 
-    def may(self, account: str, verb: str, resource: str, namespace: str | None = None) -> bool:
+    def may(self, account: str, verb: str, resource: str, namespace: str | None = None, name: str = "") -> bool:
         """What `kubectl auth can-i` says of a service account; it knows kinds that the cluster has, this knows all.
 
         Args:
@@ -55,10 +55,17 @@ class Platform:
             verb: such as `list`.
             resource: `PLURAL`, `PLURAL.GROUP` or `PLURAL/PART`.
             namespace: where; None is this one.
+            name: of an object; "" is any.
         """
-        name, _, part = resource.partition("/")
-        plural, _, group = name.partition(".")
-        asked = {"namespace": namespace or self.namespace, "verb": verb, "group": group, "resource": plural}
+        kind, _, part = resource.partition("/")
+        plural, _, group = kind.partition(".")
+        asked = {
+            "namespace": namespace or self.namespace,
+            "verb": verb,
+            "group": group,
+            "resource": plural,
+            "name": name,
+        }
         spec = {
             "user": f"system:serviceaccount:{self.namespace}:{account}",
             "groups": ["system:serviceaccounts", f"system:serviceaccounts:{self.namespace}", "system:authenticated"],
@@ -69,9 +76,9 @@ class Platform:
         answer = json.loads(self.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(review)).stdout)
         return bool(answer["status"]["allowed"])
 
-    def apply(self, overlay: str, *extra: str) -> None:
-        """Apply an overlay, all of it in this namespace."""
-        objects = [self.own(tree) for tree in render(overlay, self.namespace)]
+    def apply(self, overlay: str, *extra: str, components: Sequence[str] = ()) -> None:
+        """Apply an overlay with some components, all of it in this namespace."""
+        objects = [self.own(tree) for tree in render(overlay, self.namespace, components)]
         self.kubectl("apply", *extra, "-f", "-", stdin=yaml.safe_dump_all(objects))
 
     def own(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -133,12 +140,14 @@ class Platform:
                 self.kubectl("patch", "pv", volume["metadata"]["name"], "-p", '{"spec":{"claimRef":null}}', check=False)
 
 
-def render(overlay: str, namespace: str) -> list[dict[str, Any]]:
-    """An overlay as kustomize makes it, in another namespace."""
+def render(overlay: str, namespace: str, components: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """An overlay as kustomize makes it, with some components and in another namespace."""
     with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder).resolve()
         tree = {
             "namespace": namespace,
-            "resources": [os.path.relpath(K8S / "overlays" / overlay, Path(folder).resolve())],
+            "resources": [os.path.relpath(K8S / "overlays" / overlay, here)],
+            "components": [os.path.relpath(K8S / "components" / name, here) for name in components],
         }
         (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(tree))
         command = ["kubectl", "kustomize", folder]

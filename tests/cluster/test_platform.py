@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import secrets
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -108,6 +111,16 @@ def test_ray_pods_may_nothing(applied: Platform) -> None:
     assert not any(applied.may("tidemill-ray", verb, resource) for verb, resource in PIPELINE)
 
 
+def test_a_step_in_a_profile_reads_the_secrets_of_kfp_and_no_other(applied: Platform) -> None:
+    applied.apply("test", components=["profile"])
+    secrets_of_kfp = ("mlpipeline-minio-artifact", "kfp-mlflow-credentials")
+    assert all(applied.may("tidemill-pipeline", "get", "secrets", name=name) for name in secrets_of_kfp)
+    assert applied.may("tidemill-pipeline", "create", "workflowtaskresults.argoproj.io")
+    for name in ("", "tidemill-store", "tidemill-store-admin"):
+        assert not applied.may("tidemill-pipeline", "get", "secrets", name=name)
+    assert not applied.may("tidemill-pipeline", "list", "secrets", name=secrets_of_kfp[0])
+
+
 def test_a_pod_as_root_is_refused(applied: Platform) -> None:
     rooted = pod("rooted", IMAGE, securityContext={"runAsUser": 0, "seccompProfile": {"type": "RuntimeDefault"}})
     refused = applied.kubectl("create", "-f", "-", stdin=rooted, check=False)
@@ -135,12 +148,30 @@ def test_a_head_is_not_evicted(applied: Platform) -> None:
     head = pod("head", IMAGE, labels={"ray.io/node-type": "head"})
     applied.kubectl("create", "-f", "-", stdin=head)
     applied.wait("pod/head", "condition=ready")
-    meta = {"name": "head", "namespace": applied.namespace}
-    eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta})
-    path = f"/api/v1/namespaces/{applied.namespace}/pods/head/eviction"
-    refused = applied.kubectl("create", "--raw", path, "-f", "-", stdin=eviction, check=False)
-    assert "disruption budget" in refused.stderr
+    assert "disruption budget" in evict(applied, "head").stderr
     applied.kubectl("delete", "pod", "head")
+
+
+def evict(platform: Platform, name: str) -> subprocess.CompletedProcess[str]:
+    """Ask for a pod as a drain does."""
+    meta = {"name": name, "namespace": platform.namespace}
+    eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta})
+    path = f"/api/v1/namespaces/{platform.namespace}/pods/{name}/eviction"
+    return platform.kubectl("create", "--raw", path, "-f", "-", stdin=eviction, check=False)
+
+
+def test_a_head_that_is_not_ready_holds_up_no_drain(applied: Platform) -> None:
+    probe = {"readinessProbe": {"exec": {"command": ["false"]}}}
+    applied.kubectl("create", "-f", "-", stdin=pod("sick", IMAGE, labels={"ray.io/node-type": "head"}, container=probe))
+    applied.wait("pod/sick", "jsonpath={.status.phase}=Running")
+    assert evict(applied, "sick").returncode == 0
+
+
+def test_a_step_cannot_change_what_is_run_with_keys(applied: Platform) -> None:
+    [script] = [name for name in applied.kubectl("get", "configmap", "-o", "name").stdout.split() if "setup" in name]
+    step = f"--as=system:serviceaccount:{applied.namespace}:tidemill-pipeline"
+    refused = applied.kubectl("patch", script, step, "--type=merge", "-p", '{"data":{"setup.py":""}}', check=False)
+    assert "field is immutable" in refused.stderr
 
 
 def test_each_user_of_the_store_has_its_bucket_and_no_other(platform: Platform) -> None:
@@ -183,7 +214,7 @@ def test_mlflow_is_found_again_after_its_pod_is_lost(platform: Platform) -> None
 
 
 @pytest.mark.parametrize(
-    ("host", "status"), [("mlflow:5000", 200), ("mlflow.tidemill.svc:5000", 200), ("evil.example", 403)]
+    ("host", "status"), [("mlflow:5000", 200), ("mlflow.tidemill.svc:5000", 200), ("mlflow.evil.example", 403)]
 )
 def test_mlflow_answers_by_its_own_names_only(platform: Platform, host: str, status: int) -> None:
     with platform.forwarded("mlflow", 5000) as address:
@@ -201,6 +232,31 @@ def test_the_reaper_runs_to_its_end(platform: Platform) -> None:
     eventually("reaper", lambda: finished(platform, "reap-now"), 120)
     log = platform.kubectl("logs", "job/reap-now").stdout
     assert succeeded(platform, "reap-now"), log
+
+
+def test_mlflow_with_accounts_asks_for_a_password(platform: Platform) -> None:
+    login = {"password": "first 100% password", "session_key": secrets.token_hex(16)}
+    values = [f"--from-literal={key}={value}" for key, value in login.items()]
+    platform.kubectl("create", "secret", "generic", "tidemill-mlflow-accounts", *values)
+    platform.apply("test", components=["mlflow-accounts"])
+    platform.kubectl("rollout", "status", "deployment/mlflow", "--timeout=300s")
+    with platform.forwarded("mlflow", 5000) as address:
+        url = f"http://{address}/api/2.0/mlflow/registered-models/search"
+        assert status(url) == 401
+        assert status(url, "admin:a guess of mine") == 401
+        assert status(url, f"admin:{login['password']}") == 200
+
+
+def status(url: str, login: str | None = None) -> int:
+    """How a server answers, to somebody with a name and a password."""
+    request = urllib.request.Request(url)
+    if login is not None:
+        request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        return refused.code
 
 
 def finished(platform: Platform, job: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from cluster_rig import QUOTAS, SMALL, Bench
 from tidemill.errors import ClusterError, TidemillError
 from tidemill.kuberay.access import check_access
 from tidemill.kuberay.client import KubernetesCluster
-from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS
+from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS, SECRETS
 from tidemill.kuberay.names import STOP
 from tidemill.kuberay.status import look
 from tidemill.store.object_store import ObjectStore
@@ -31,6 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         r"cannot get its image localhost/no-such-image:1: .*Mend kubernetes\.image",
     ),
     "secret": ({"store_secret": "none"}, r'cannot start: CreateContainerConfigError: secret "none" not found'),
+    "further secret": ({"secrets": ["none"]}, r'cannot start: CreateContainerConfigError: secret "none" not found'),
     "gpu type": ({"gpu_type": "NO-SUCH-GPU"}, r"nvidia\.com/gpu\.product=NO-SUCH-GPU.*didn't match"),
     "size": ({"rollout": WORKER | {"cpus": 1000}}, r"no node can hold pod .*Insufficient cpu"),
     "account": (
@@ -80,6 +82,15 @@ def test_a_run_that_cannot_start_is_told_and_nothing_stays(ends: dict[str, Futur
         raise end.error
     assert "0 GPUs held" in end.status
     assert str(end.error) in end.status
+
+
+def test_keys_that_the_store_does_not_take_end_the_run_with_its_first_attempt(bench: Bench) -> None:
+    keys = {"access_key": os.environ["TIDEMILL_S3_ACCESS_KEY"], "secret_key": "wrong"}
+    bench.admin.create(SECRETS, {"metadata": {"name": "wrong-keys"}, "stringData": keys})
+    end = end_of(bench, {"store_secret": "wrong-keys", "max_restarts": 3})
+    assert "the driver failed: exit code 2\nbucket tidemill at " in str(end.error)
+    assert "Check the keys in" in str(end.error)
+    assert (end.left, "attempt 1" in end.status) == ([], True)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from cluster_rig import Bench
 
 from tidemill.errors import ClusterError, RunError, TidemillError
 from tidemill.kuberay.attempts import WallClock
-from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, labels_of, name_of
+from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Kind, labels_of, name_of
 from tidemill.kuberay.names import HEARTBEAT, STOP, selector
 from tidemill.kuberay.release import release_run
 from tidemill.kuberay.state import NODE_TYPE
@@ -27,6 +29,8 @@ def test_a_run_is_made_and_followed_and_its_cluster_goes_after_its_time_to_live(
     assert bench.follow().steps == 3
     output = bench.output.getvalue()
     assert "   3/3" in output
+    (submitter,) = (pod for pod in bench.pods() if NODE_TYPE not in labels_of(pod))
+    assert "   3/3" in bench.admin.log(name_of(submitter))  # what `tidemill logs` shows
     assert "placed on" in output
     assert b"0.75" in bench.store.get_bytes(Attempt(bench.name, 1).evaluation)
     bench.until(lambda: not any(NODE_TYPE in labels_of(pod) for pod in bench.pods()))  # keep_s = 0
@@ -49,16 +53,37 @@ def test_a_watcher_that_is_started_again_attaches_and_a_stop_ends_the_run_well(b
     assert max(steps_of(bench)) == again.steps
 
 
-def test_a_lost_head_is_answered_with_an_attempt_that_goes_on(bench: Bench) -> None:
+def head_of(bench: Bench) -> str:
+    return next(name_of(pod) for pod in bench.pods() if labels_of(pod).get(NODE_TYPE) == "head")
+
+
+def submitter_of(bench: Bench) -> str:
+    return next(name_of(pod) for pod in bench.pods() if NODE_TYPE not in labels_of(pod))
+
+
+def cluster_of(bench: Bench) -> str:
+    return str(bench.status()["rayClusterName"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim", "told"),
+    [
+        (PODS, head_of, "the head pod"),
+        (PODS, submitter_of, "the driver could not be started, or the connection to it was lost"),
+        (RAY_CLUSTERS, cluster_of, "the head pod"),
+    ],
+)
+def test_what_is_lost_is_answered_with_an_attempt_that_goes_on(
+    bench: Bench, kind: Kind, victim: Callable[[Bench], str], told: str
+) -> None:
     bench.kubernetes, bench.trainer_steps = {"max_restarts": 1}, 12
     bench.provision()
     with bench.followed() as watched:
         bench.until_shown("   3/12")
-        head = next(pod for pod in bench.pods() if labels_of(pod).get(NODE_TYPE) == "head")
-        bench.admin.delete(PODS, name_of(head))
+        bench.admin.delete(kind, victim(bench))
         summary = watched.result(480)
     assert summary.steps == 12
-    assert "attempt 1 failed, 1 more: the head pod" in bench.output.getvalue()
+    assert f"attempt 1 failed, 1 more: {told}" in bench.output.getvalue()
     steps = steps_of(bench)
     assert steps == sorted(set(steps))  # attempt 2 went on from the commit
     assert steps[-1] == 12
@@ -84,6 +109,22 @@ def test_teardown_ends_a_run_whatever_it_does(bench: Bench) -> None:
         assert bench.left() == []
         with pytest.raises((ClusterError, RunError)):
             watched.result(480)
+
+
+def test_teardown_between_two_attempts_leaves_nothing_and_no_other_attempt_begins(bench: Bench) -> None:
+    bench.kubernetes, bench.trainer_steps = {"max_restarts": 1}, 500
+    bench.provision()
+    with bench.followed() as watched:
+        bench.until_shown("   1/500")
+        bench.admin.delete(PODS, head_of(bench))
+        bench.until_shown("attempt 1 failed")
+        assert release_run(bench.steps, bench.name, None, WallClock())
+        with pytest.raises(ClusterError):
+            watched.result(480)
+    assert bench.left() == []
+    with pytest.raises(ClusterError):
+        bench.follow()  # the step is tried again
+    assert bench.left() == []
 
 
 def test_a_used_up_budget_ends_the_run_with_a_checkpoint(bench: Bench) -> None:

@@ -18,8 +18,8 @@ import yaml
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, EngineError, RunError
-from tidemill.failure import Failure
-from tidemill.job import TERMINATED, Job, from_environment
+from tidemill.failure import HOPELESS, Failure
+from tidemill.job import FAILED, TERMINATED, Job, from_environment
 from tidemill.observe.events import EventLog, Notice, PhaseStarted
 from tidemill.observe.report import Summary
 from tidemill.protocols import Answer, Evaluation
@@ -141,7 +141,7 @@ def test_failure_of_the_training_is_recorded_with_its_traceback(
     def training(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
         raise error
 
-    assert replace(job(store, tmp_path), train=training).run() == 1
+    assert replace(job(store, tmp_path), train=training).run() == (FAILED if passing else HOPELESS)
     failure = failure_of(store)
     assert (failure.step, failure.message, failure.passing) == ("train", str(error), passing)
     assert "in training" in failure.trace
@@ -187,7 +187,7 @@ def test_sigterm_ends_the_training_and_asks_for_another_attempt(store: ObjectSto
         return waits(config, stop, claim)
 
     before = signal.getsignal(signal.SIGTERM)
-    assert replace(job(store, tmp_path), train=training).run() == 1
+    assert replace(job(store, tmp_path), train=training).run() == FAILED
     failure = failure_of(store)
     assert failure.passing and TERMINATED in failure.message and str(SUMMARY.checkpoint_uri) in failure.message
     assert not store.exists(Attempt("a", 1).summary)
@@ -249,8 +249,28 @@ def test_process_leaves_its_traceback_in_the_log_and_one_message_on_the_screen(
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | variables
     command = [sys.executable, "-m", "tidemill.job"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == HOPELESS, done.stderr
     assert "train failed: cluster.provider = 'kuberay'" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     assert b"Traceback" in JournalReader(store, Attempt("a", 1).log).read()
     assert not failure_of(store).passing
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status", "told"),
+    [
+        ("TIDEMILL_S3_SECRET_KEY", "wrong", HOPELESS, "Check the keys in TIDEMILL_S3_ACCESS_KEY"),
+        ("TIDEMILL_ATTEMPT", "1", FAILED, "attempt 1 of a does not begin: attempt 2 took the lease"),
+    ],
+)
+def test_status_tells_whether_another_attempt_would_end_the_same_where_the_store_cannot(
+    store: ObjectStore, tmp_path: Path, variable: str, value: str, status: int, told: str
+) -> None:
+    Fence(store, "a", Claim(2, "b")).take()
+    variables = {"TIDEMILL_CONFIG": settings(store), "TIDEMILL_ATTEMPT": "2", "TIDEMILL_SCRATCH": str(tmp_path)}
+    environment = os.environ | variables | {variable: value}
+    command = [sys.executable, "-m", "tidemill.job"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 KUSTOMIZATIONS = sorted(path.parent for path in K8S.rglob("kustomization.yaml"))
 OVERLAYS = sorted(path for path in (K8S / "overlays").iterdir())
+COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 PATCHES = set(K8S.rglob("patch.yaml"))
 
 
@@ -37,11 +40,14 @@ def kustomization(folder: Path) -> dict[str, Any]:
     return tree
 
 
-def documents() -> list[Manifest]:
+@functools.cache
+def documents() -> tuple[Manifest, ...]:
     """Everything that is an object of its own, in no order of importance."""
     others = {*K8S.rglob("kustomization.yaml"), *PATCHES, K8S / "kind" / "cluster.yaml"}
     files = sorted(set(K8S.rglob("*.yaml")) - others)
-    return [Manifest(file, tree) for file in files for tree in yaml.safe_load_all(file.read_text(encoding="utf-8"))]
+    return tuple(
+        Manifest(file, tree) for file in files for tree in yaml.safe_load_all(file.read_text(encoding="utf-8"))
+    )
 
 
 def of_kind(*kinds: str) -> list[Manifest]:
@@ -64,6 +70,25 @@ def containers(template: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from template["spec"]["containers"]
 
 
+def pods() -> Iterator[tuple[Manifest, Mapping[str, Any]]]:
+    """Every document that makes pods, and the template of these."""
+    for manifest in documents():
+        template = pod_template(manifest.tree)
+        if template is not None:
+            yield manifest, template
+
+
+def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector takes these labels."""
+    for expression in selector.get("matchExpressions", ()):
+        present = labels.get(expression["key"])
+        if expression["operator"] == "Exists" and present is None:
+            return False
+        if expression["operator"] == "In" and present not in expression["values"]:
+            return False
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+
+
 def kubectl() -> str:
     """A kubectl, which has kustomize in it; the test is skipped where there is none."""
     beside = Path("~/.cache/tidemill-cluster/bin/kubectl").expanduser()
@@ -73,6 +98,21 @@ def kubectl() -> str:
     return found
 
 
+def composed(components: Sequence[str], namespace: str = "tidemill") -> list[Mapping[str, Any]]:
+    """What `kubectl apply -k` would send for an overlay of somebody's own: the base with components."""
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder).resolve()
+        tree = {
+            "resources": [os.path.relpath(K8S / "base", here)],
+            "components": [os.path.relpath(K8S / "components" / name, here) for name in components],
+        }
+        if namespace != "tidemill":
+            tree["namespace"] = namespace
+        (here / "kustomization.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+        return rendered(here)
+
+
+@functools.cache
 def rendered(folder: Path) -> list[Mapping[str, Any]]:
     """What `kubectl apply -k` would send."""
     done = subprocess.run(

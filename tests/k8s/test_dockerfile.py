@@ -94,6 +94,11 @@ def test_packages_of_the_system_are_pinned() -> None:
         assert [word for word in words.split() if "=" not in word] == []
 
 
+def test_a_step_of_the_build_ends_at_what_fails() -> None:
+    runs = [line for line in instructions() if line.startswith("RUN ")]
+    assert [line for line in runs if ";" in re.sub(r"; *}", "}", line)] == []
+
+
 def test_base_images_are_pinned() -> None:
     bases = re.findall(r"^ARG \w+_IMAGE=(.+)$", DOCKERFILE, re.MULTILINE)
     assert len(bases) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,16 +13,19 @@ import kubernetes_validate
 import pytest
 import yaml
 from kustomize_rig import (
+    COMPONENTS,
     K8S,
     KUSTOMIZATIONS,
     OVERLAYS,
     PATCHES,
     Manifest,
+    composed,
     containers,
     documents,
     kustomization,
     of_kind,
     pod_template,
+    pods,
     rendered,
 )
 
@@ -30,7 +35,7 @@ KUBERNETES = "1.34"
 OWN_KINDS = ("kueue.x-k8s.io/",)  # groups that Kubernetes' own schemas do not have
 PINNED = re.compile(r"\?ref=v?\d+\.\d+\.\d+$|/releases/download/v\d+\.\d+\.\d+/")
 TAG = re.compile(r"\d")
-PODS = [manifest for manifest in documents() if pod_template(manifest.tree) is not None]
+PODS = [manifest for manifest, _ in pods()]
 SECRETS = K8S / "secrets"
 
 
@@ -66,18 +71,20 @@ def test_operators_are_pinned() -> None:
     assert [name for name in remote if not PINNED.search(name)] == []
 
 
-@pytest.mark.parametrize("manifest", documents(), ids=str)
-def test_manifest_keeps_to_the_schema_of_its_kind(manifest: Manifest) -> None:
-    if manifest.tree["apiVersion"].startswith(OWN_KINDS):
-        assert set(manifest.tree) <= {"apiVersion", "kind", "metadata", "spec"}
+def check_schema(tree: Mapping[str, Any]) -> None:
+    if tree["apiVersion"].startswith(OWN_KINDS):
+        assert set(tree) <= {"apiVersion", "kind", "metadata", "spec"}
     else:
-        kubernetes_validate.validate(manifest.tree, KUBERNETES, strict=True)
+        validate(json.dumps(tree))
 
 
-@pytest.mark.parametrize("manifest", PODS, ids=str)
-def test_pod_keeps_to_the_restricted_profile(manifest: Manifest) -> None:
-    template = pod_template(manifest.tree)
-    assert template is not None
+@functools.cache
+def validate(tree: str) -> None:
+    """Overlays have most objects in common, and a look into the schema takes a tenth of a second."""
+    kubernetes_validate.validate(json.loads(tree), KUBERNETES, strict=True)
+
+
+def check_restricted(template: Mapping[str, Any]) -> None:
     pod = template["spec"]["securityContext"]
     assert (pod["runAsNonRoot"], pod["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
     assert pod["runAsUser"] >= 1000
@@ -88,6 +95,66 @@ def test_pod_keeps_to_the_restricted_profile(manifest: Manifest) -> None:
         assert context["readOnlyRootFilesystem"] is True
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(template["spec"])
     assert not [volume for volume in template["spec"].get("volumes", ()) if "hostPath" in volume]
+
+
+@pytest.mark.parametrize("manifest", documents(), ids=str)
+def test_manifest_keeps_to_the_schema_of_its_kind(manifest: Manifest) -> None:
+    check_schema(manifest.tree)
+
+
+@pytest.mark.parametrize("manifest", PODS, ids=str)
+def test_pod_keeps_to_the_restricted_profile(manifest: Manifest) -> None:
+    template = pod_template(manifest.tree)
+    assert template is not None
+    check_restricted(template)
+
+
+def check_applied(objects: list[Mapping[str, Any]]) -> None:
+    for tree in objects:
+        check_schema(tree)
+        template = pod_template(tree)
+        if template is not None:
+            check_restricted(template)
+        if tree["kind"] == "ConfigMap":  # which a step may change, and which are run with keys that a step has not
+            assert tree["immutable"] is True
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=relative)
+def test_overlay_is_what_the_cluster_takes(overlay: Path) -> None:
+    check_applied(rendered(overlay))
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_component_makes_of_the_base_what_the_cluster_takes(component: str) -> None:
+    objects = composed([component])
+    check_applied(objects)
+    assert objects != composed([])
+
+
+def test_an_overlay_with_every_choice_is_what_the_cluster_takes() -> None:
+    check_applied(composed(["mlflow-accounts", "mlflow-database", "seaweedfs", "profile", "hub", "kueue"]))
+
+
+def test_a_profile_keeps_its_namespace_and_everything_stands_in_it() -> None:
+    objects = composed(["profile", "hub"], "team-a")
+    assert {tree["metadata"].get("namespace") for tree in objects} == {None, "team-a"}
+    whole = {tree["kind"] for tree in objects if "namespace" not in tree["metadata"]}
+    assert whole == {"ClusterRole", "PriorityClass"}  # the same for every profile
+    subjects = [subject for tree in objects for subject in tree.get("subjects", ())]
+    assert {subject["namespace"] for subject in subjects} == {"team-a"}
+
+
+def test_one_server_of_objects_stands_behind_the_service() -> None:
+    """Also where another one was applied before: what an overlay leaves out goes on running."""
+    for overlay in OVERLAYS:
+        stores = [t for t in rendered(overlay) if t["kind"] == "Deployment" and is_store(t)]
+        assert sum(tree["spec"]["replicas"] for tree in stores) == 1
+        assert "minio" in [tree["metadata"]["name"] for tree in stores]
+
+
+def is_store(tree: Mapping[str, Any]) -> bool:
+    label: str = tree["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]
+    return label == "store"
 
 
 @pytest.mark.parametrize("manifest", PODS, ids=str)
@@ -183,80 +250,6 @@ def test_no_secret_stands_in_a_manifest() -> None:
     assert of_kind("Secret") == []
 
 
-def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector takes these labels."""
-    for expression in selector.get("matchExpressions", ()):
-        present = labels.get(expression["key"])
-        if expression["operator"] == "Exists" and present is None:
-            return False
-        if expression["operator"] == "In" and present not in expression["values"]:
-            return False
-    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
-
-
-def labels_of(name: str) -> Mapping[str, str]:
-    """Labels of the pods of a deployment, job or cron job."""
-    template = next(pod_template(m.tree) for m in PODS if m.tree["metadata"]["name"] == name)
-    assert template is not None
-    labels: Mapping[str, str] = template["metadata"]["labels"]
-    return labels
-
-
-HEAD = {"ray.io/cluster": "a", "ray.io/node-type": "head"}
-WORKER = {"ray.io/cluster": "a", "ray.io/node-type": "worker", "ray.io/group": "trainer"}
-SUBMITTER = {"job-name": "addition-a1", "app.kubernetes.io/part-of": "tidemill"}
-STEP = {"workflows.argoproj.io/workflow": "addition-x"}
-
-
-def may_reach(source: Mapping[str, str], target: Mapping[str, str], port: int) -> bool:
-    """Whether policies of the base let a pod open a connection to another of the namespace."""
-    policies = [m.tree["spec"] for m in of_kind("NetworkPolicy") if m.file.is_relative_to(K8S / "base")]
-
-    def side(labels: Mapping[str, str], other: Mapping[str, str], way: str, peer: str) -> bool:
-        rules = [r for spec in policies if matches(spec["podSelector"], labels) for r in spec.get(way, ())]
-        return any(
-            (not rule.get("ports") or port in [p["port"] for p in rule["ports"]])
-            and any(
-                "podSelector" in p and "namespaceSelector" not in p and matches(p["podSelector"], other)
-                for p in rule[peer]
-            )
-            for rule in rules
-        )
-
-    return side(source, target, "egress", "to") and side(target, source, "ingress", "from")
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "port", "expected"),
-    [
-        (HEAD, WORKER, 10002, True),
-        (WORKER, HEAD, 6379, True),
-        (SUBMITTER, HEAD, 8265, True),
-        (SUBMITTER, HEAD, 6379, False),
-        (WORKER, labels_of("minio"), 9000, True),
-        (WORKER, labels_of("minio"), 9001, False),
-        (HEAD, labels_of("mlflow"), 5000, True),
-        (STEP, labels_of("mlflow"), 5000, True),
-        (STEP, labels_of("minio"), 9000, True),
-        (STEP, HEAD, 8265, False),
-        (labels_of("mlflow"), labels_of("minio"), 9000, True),
-        (labels_of("mlflow"), HEAD, 8265, False),
-        (labels_of("store-setup"), labels_of("minio"), 9000, True),
-        (labels_of("tidemill-reaper"), labels_of("minio"), 9000, False),
-        (labels_of("seaweedfs"), labels_of("mlflow"), 5000, False),
-    ],
-)
-def test_policies_let_through_what_is_needed_and_nothing_else(
-    source: Mapping[str, str], target: Mapping[str, str], port: int, expected: bool
-) -> None:
-    assert may_reach(source, target, port) is expected
-
-
-def test_nothing_is_let_through_by_default() -> None:
-    deny = next(m.tree for m in of_kind("NetworkPolicy") if m.tree["metadata"]["name"] == "default-deny")
-    assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Egress", "Ingress"]}
-
-
 @pytest.mark.parametrize("service", of_kind("Service"), ids=str)
 def test_service_has_pods_with_its_port(service: Manifest) -> None:
     selector = service.tree["spec"]["selector"]
@@ -272,6 +265,12 @@ def test_trainers_go_before_rollouts() -> None:
     assert values["tidemill-trainer"] > values["tidemill-rollout"] > 0
 
 
+def test_a_budget_holds_back_a_drain_from_pods_at_work_only() -> None:
+    for manifest in of_kind("PodDisruptionBudget"):
+        assert manifest.tree["spec"]["minAvailable"] > 1000
+        assert manifest.tree["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
 def test_the_namespace_refuses_pods_that_are_not_restricted() -> None:
     labels = of_kind("Namespace")[0].tree["metadata"]["labels"]
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
@@ -285,4 +284,8 @@ def test_a_queue_admits_runs_of_the_namespace() -> None:
     [group] = queue["spec"]["resourceGroups"]
     [flavor] = group["flavors"]
     assert [resource["name"] for resource in flavor["resources"]] == group["coveredResources"]
-    assert KubernetesConfig().gpu_resource in group["coveredResources"]
+    resource = KubernetesConfig().gpu_resource
+    assert resource in group["coveredResources"]
+    quota = next(tree for tree in rendered(K8S / "overlays" / "kueue") if tree["kind"] == "ResourceQuota")
+    admitted = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}
+    assert str(admitted[resource]) == quota["spec"]["hard"][f"requests.{resource}"]

@@ -102,6 +102,44 @@ def test_ray_pods_have_no_permission() -> None:
     assert granted("tidemill-ray") == set()
 
 
+# KFP 2.17: backend/src/v2 of kubeflow/pipelines, config/env.go, objectstore/object_store.go and the MLflow plugin.
+# Argo: docs/service-accounts.md. Names are those of KFP's own manifests; None is any name.
+BY_KFP = {
+    ("argoproj.io", "workflowtaskresults", "create", None),
+    ("argoproj.io", "workflowtaskresults", "patch", None),
+    ("", "configmaps", "get", "kfp-launcher"),
+    ("", "secrets", "get", "mlpipeline-minio-artifact"),
+    ("", "secrets", "get", "kfp-mlflow-credentials"),
+}
+
+
+@pytest.mark.parametrize(
+    ("component", "role", "place"),
+    [("kubeflow", "tidemill-pipeline", "kubeflow"), ("profile", "tidemill-steps", "tidemill")],
+)
+def test_a_step_has_what_kfp_does_with_its_account(component: str, role: str, place: str) -> None:
+    roles = [m.tree for m in of_kind("Role") if m.file.is_relative_to(K8S / "components" / component)]
+    [found] = [tree for tree in roles if tree["metadata"] == {"name": role, "namespace": place}]
+    assert {
+        (group, resource, verb, name)
+        for rule in found["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", (None,))
+    } == BY_KFP
+    bindings = [m.tree for m in of_kind("RoleBinding") if m.file.is_relative_to(K8S / "components" / component)]
+    bound = [b for b in bindings if b["roleRef"]["name"] == role and b["metadata"]["namespace"] == place]
+    assert [[subject["name"] for subject in b["subjects"]] for b in bound] == [["tidemill-pipeline"]]
+
+
+def test_no_account_reads_secrets_but_those_of_kfp_by_name() -> None:
+    rules = [rule for m in of_kind("Role", "ClusterRole") for rule in m.tree["rules"] if "secrets" in rule["resources"]]
+    assert {name for rule in rules for name in rule["resourceNames"]} == {
+        n for _, what, _, n in BY_KFP if what == "secrets"
+    }
+
+
 def test_nothing_is_granted_by_a_wildcard_or_to_everybody() -> None:
     rules = [rule for m in of_kind("Role", "ClusterRole") for rule in m.tree["rules"]]
     assert not [rule for rule in rules if "*" in rule["verbs"] + rule["resources"] + rule["apiGroups"]]

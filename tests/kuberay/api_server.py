@@ -13,6 +13,8 @@ class Server(ThreadingHTTPServer):
     answers: list[tuple[int, object]]
     asked: list[tuple[str, str, Any]]
     authorizations: list[str | None]
+    cut: bool = False
+    """Whether answers end before their time."""
 
     @property
     def url(self) -> str:
@@ -29,7 +31,7 @@ class Handler(BaseHTTPRequestHandler):
         status, body = self.server.answers.pop(0) if len(self.server.answers) > 1 else self.server.answers[0]
         text = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Content-Length", str(len(text) + self.server.cut))
         self.end_headers()
         self.wfile.write(text)
 

@@ -68,5 +68,5 @@ def test_the_count_survives_in_the_store(rig: Rig) -> None:
 
 def test_a_broken_count_is_named(rig: Rig) -> None:
     rig.store.put_bytes(meter_key(rig.config.name), b"[1]")
-    with pytest.raises(StoreError, match="not a count of GPU hours"):
+    with pytest.raises(StoreError, match=r"gpu-hours\.json: not a count of GPU hours.*Delete it"):
         load(rig.store, rig.config.name)

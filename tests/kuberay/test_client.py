@@ -106,3 +106,40 @@ def test_a_kubeconfig_that_is_not_there_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="KUBECONFIG"):
         KubernetesCluster.connect("team")
+
+
+def test_a_namespace_that_is_being_deleted_is_named_and_not_a_missing_right(server: Server, cluster: Cluster) -> None:
+    said = (
+        'rayjobs.ray.io "a" is forbidden: unable to create new content in namespace team because it is being terminated'
+    )
+    server.answers = [refusal(403, said)]
+    with pytest.raises(ClusterError, match="namespace team is being deleted"):
+        cluster.create(RAY_JOBS, {"metadata": {"name": "a"}})
+
+
+def test_a_list_that_grew_too_old_between_two_pages_is_begun_again(server: Server, cluster: Cluster) -> None:
+    page = {"items": [{"metadata": {"name": "a"}}], "metadata": {"continue": "more"}}
+    last = {"items": [{"metadata": {"name": "b"}}], "metadata": {}}
+    server.answers = [(200, page), refusal(410, "The provided continue parameter is too old"), (200, page), (200, last)]
+    assert [name_of(pod) for pod in cluster.list(PODS)] == ["a", "b"]
+    assert "continue" not in server.asked[2][1]
+
+
+@pytest.mark.parametrize("code", [408, 409, 410])
+def test_an_answer_that_may_change_does_not_end_a_run(server: Server, cluster: Cluster, code: int) -> None:
+    server.answers = [refusal(code, "not now")]
+    with pytest.raises(RunError, match=f"answers {code}: not now"):
+        cluster.patch(RAY_JOBS, "a", {})
+
+
+def test_what_is_deleted_between_two_looks_is_made_after_all(server: Server, cluster: Cluster) -> None:
+    taken = (409, {"kind": "Status", "code": 409, "reason": "AlreadyExists", "message": "it exists"})
+    server.answers = [taken, refusal(404, "not found", name="a"), (201, {"metadata": {"name": "a", "uid": "2"}})]
+    assert cluster.create(RAY_JOBS, {"metadata": {"name": "a"}})["metadata"]["uid"] == "2"
+
+
+def test_a_log_that_is_silent_for_too_long_ends_with_a_message(server: Server, cluster: Cluster) -> None:
+    server.answers = [(200, "one\n")]
+    server.cut = True
+    with pytest.raises(RunError, match="the log of pod a broke off"):
+        list(cluster.follow("a"))

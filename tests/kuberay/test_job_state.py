@@ -245,3 +245,45 @@ def test_a_lost_head_is_told_and_may_pass(heads: list[dict[str, Any]], told: str
 def test_a_head_that_fails_a_probe_or_has_no_driver_yet_is_not_lost() -> None:
     assert not assess(running(), [pod(conditions=[condition("Ready", "False", FRESH)])], [], NOW).over
     assert not assess(job("Running", ""), [], [], NOW).over
+
+
+def handing_over(created: str) -> dict[str, Any]:
+    submitter = pod()
+    submitter["metadata"] = {"name": "run-submit", "creationTimestamp": created, "labels": {}}
+    return submitter
+
+
+def test_a_head_is_replaced_by_the_clock_of_the_api_server_and_not_by_that_of_its_node() -> None:
+    """The node's clock is ten minutes behind: by it the driver began before its head was made."""
+    late = running() | {"status": running()["status"] | {"rayJobInfo": {"startTime": "2027-01-15T07:45:00Z"}}}
+    assert not assess(late, [pod(), handing_over(BEGAN)], [], NOW).over
+    assert "was replaced" in str(assess(late, [replaced(), handing_over(BEGAN)], [], NOW).fatal)
+
+
+def test_a_pod_that_handed_a_suspended_run_over_and_is_on_its_way_out_says_nothing() -> None:
+    old = handing_over("2027-01-15T07:00:00Z")
+    old["metadata"]["deletionTimestamp"] = OLD
+    assert not assess(running(), [pod(), old, handing_over(BEGAN)], [], NOW).over
+
+
+def driver_ended(code: int) -> dict[str, Any]:
+    words = (
+        f"Job entrypoint command failed with exit code {code}, last available logs (truncated to 20,000 chars):\n"
+        "2027-01-15 07:59:00,700\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
+        "Running entrypoint for job run-a1-x: python3 -m tidemill.job\nSignatureDoesNotMatch: check the keys\n"
+    )
+    return job("Failed", "FAILED", reason="AppFailed", message=words)
+
+
+@pytest.mark.parametrize(("code", "passing"), [(1, True), (-9, True), (2, False)])
+def test_a_driver_that_ended_is_quoted_and_its_status_tells_whether_it_may_do_better(code: int, passing: bool) -> None:
+    state = assess(driver_ended(code), [], [], NOW)
+    assert state.fatal == f"the driver failed: exit code {code}\nSignatureDoesNotMatch: check the keys"
+    assert state.passing == passing
+
+
+def test_what_was_said_of_an_earlier_job_of_this_name_is_not_held_against_this_one() -> None:
+    said = event("run-a1", "FailedToCreateRayCluster", "exceeded quota: gpus", "Warning", count=9)
+    before, after = said | {"lastTimestamp": "2027-01-15T07:49:59Z"}, said | {"lastTimestamp": FRESH}
+    assert not assess(job("Initializing"), [], [before], NOW).over
+    assert "exceeded quota" in str(assess(job("Initializing"), [], [after], NOW).fatal)

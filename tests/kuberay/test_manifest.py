@@ -39,7 +39,7 @@ def test_every_pod_passes_the_restricted_pod_security_standard() -> None:
     job = ray_job(on_kubernetes(*LARGE), 1)
     restricted = {"allowPrivilegeEscalation": False, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}}
     assert cluster(job)["autoscalerOptions"]["securityContext"] == restricted
-    for template in templates(job).values():
+    for name, template in templates(job).items():
         pod = template["spec"]
         assert pod["securityContext"] == {
             "runAsNonRoot": True,
@@ -48,7 +48,8 @@ def test_every_pod_passes_the_restricted_pod_security_standard() -> None:
             "fsGroup": 1000,
             "seccompProfile": {"type": "RuntimeDefault"},
         }
-        assert [one["securityContext"] for one in pod["containers"]] == [restricted]
+        files = {"readOnlyRootFilesystem": True} if name == "submitter" else {}  # Ray's pods install and compile
+        assert [one["securityContext"] for one in pod["containers"]] == [restricted | files]
         assert {kind for volume in pod["volumes"] for kind in volume} <= {"name", "emptyDir", "projected"}
         assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & pod.keys()
 
@@ -249,3 +250,9 @@ def test_settings_that_are_too_long_for_a_variable_are_refused() -> None:
     config = on_kubernetes(f"data.system_prompt={'x' * LONGEST_VALUE}")
     with pytest.raises(ConfigError, match=r"config = .* bytes"):
         ray_job(config, 1)
+
+
+def test_a_worker_that_waits_for_the_head_hears_that_it_is_to_end() -> None:
+    """KubeRay's container for that runs a shell, which as process 1 ignores SIGTERM and keeps the GPUs for 120 s."""
+    shared = {role for role, pod in templates(large_run()).items() if pod["spec"].get("shareProcessNamespace")}
+    assert shared == {"trainer", "rollout"}  # not the head, whose driver could then read the autoscaler's token

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from kuberay_rig import Rig
 
-from tidemill.errors import ClusterError
+from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS
 from tidemill.kuberay.kinds import OwnerReference
+from tidemill.kuberay.names import HEARTBEAT
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.reap import KEPT_S, reap, sweep
 
@@ -100,3 +101,43 @@ def test_notes_of_runs_go_after_two_weeks_and_other_config_maps_stay(rig: Rig) -
     assert len(rig.cluster.list(CONFIG_MAPS)) == 2
     sweep(rig.cluster, rig.clock.now + KEPT_S + 10)
     assert [board["metadata"]["name"] for board in rig.cluster.list(CONFIG_MAPS)] == ["theirs"]
+
+
+@pytest.mark.parametrize("beat", ["0", "-5", "soon", "1e9", "", f"{10**13}"])
+def test_a_sign_of_life_that_cannot_be_one_does_not_keep_a_cluster_for_ever(rig: Rig, beat: str) -> None:
+    rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = beat
+    rig.clock.sleep(1700)
+    assert reasons(rig) == {}  # it counts from its creation
+    rig.clock.sleep(200)
+    assert list(reasons(rig)) == [rig.job()]
+
+
+def test_a_watcher_whose_clock_is_some_minutes_ahead_or_behind_is_alive(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.clock.sleep(3600)
+    for minutes in (-20, 20):
+        beat = f"{rig.clock.now + 60 * minutes:.0f}"
+        rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = beat
+        assert reasons(rig) == {}
+
+
+def test_a_job_that_cannot_be_asked_about_does_not_keep_the_others(rig: Rig) -> None:
+    """The first one's workflow may not be looked at, KFP does not answer for the second one, the third is silent."""
+    owned = Owner("kfp-1", OwnerReference(name="flow", uid="uid-of-flow"))
+    for name, owner in (("a-owned", owned), ("b-asked", Owner(kfp_run="kfp-2")), ("c-silent", Owner())):
+        rig.config, rig.owner = rig.config.model_copy(update={"name": name}), owner
+        rig.watcher().provision()
+    rig.operator.job("c-silent-a1")["metadata"]["annotations"][HEARTBEAT] = "1000"
+    rig.clock.sleep(60)
+    rig.operator.job("c-silent-a1")["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    rig.cluster.forbidden = [("get", WORKFLOWS)]
+
+    def is_over(run: str) -> bool:
+        raise RunError("no KFP answers")
+
+    reaped = reap(rig.cluster, HALF_AN_HOUR, rig.clock.now, is_over)
+    assert next(reaped).name == "c-silent-a1"
+    with pytest.raises(ClusterError, match="no permission to get workflows"):
+        next(reaped)
+    assert rig.left() == ["a-owned-a1", "b-asked-a1"]

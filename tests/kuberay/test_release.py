@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from kuberay_rig import Rig
 
 from tidemill.errors import ClusterError, RunError
-from tidemill.kuberay.cluster import RAY_JOBS, WORKFLOWS
+from tidemill.kuberay import release
+from tidemill.kuberay.client import KubernetesCluster
+from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS, WORKFLOWS
 from tidemill.kuberay.kinds import OwnerReference
 from tidemill.kuberay.owner import KFP_RUN, MLFLOW_RUN, WORKFLOW, Owner
 from tidemill.kuberay.release import release_pipeline, release_run
@@ -47,6 +50,26 @@ def test_a_pipeline_whose_settings_cannot_be_read_gives_back_what_is_its_own(rig
     assert rig.left() == [rig.job()]
     release_pipeline(rig.cluster, "mine", rig.clock)
     assert rig.left() == []
+
+
+def test_where_we_may_not_look_nothing_is_ours(rig: Rig) -> None:
+    rig.cluster.forbidden = [("list", RAY_JOBS)]
+    release_pipeline(rig.cluster, "mine", rig.clock)
+
+
+def test_a_pipeline_gives_back_in_its_own_namespace_and_in_those_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[tuple[str, str]] = []
+    monkeypatch.setattr(KubernetesCluster, "connect", lambda namespace: namespace)
+    monkeypatch.setattr(release, "release_pipeline", lambda cluster, kfp_run, clock: looked.append((cluster, kfp_run)))
+    monkeypatch.setattr(release, "NAMESPACE", tmp_path / "namespace")
+    release.release_this_pipeline("mine", {"tidemill"})
+    assert looked == []  # outside of a cluster
+    (tmp_path / "namespace").write_text("kubeflow\n")
+    release.release_this_pipeline("", {"tidemill"})
+    release.release_this_pipeline("mine", {"tidemill", "other"})
+    assert looked == [("kubeflow", "mine"), ("other", "mine"), ("tidemill", "mine")]
 
 
 def test_what_does_not_go_away_is_named(rig: Rig) -> None:
@@ -91,3 +114,51 @@ def test_a_run_that_is_being_deleted_is_waited_for_and_made_again(rig: Rig) -> N
     rig.clock.after(20, finalize)
     assert rig.watcher().provision() == 1
     assert rig.operator.job(rig.job())["metadata"]["uid"] != old
+
+
+def test_whoever_gives_a_run_back_lets_no_watcher_begin_anew(rig: Rig) -> None:
+    rig.owner = Owner(kfp_run="mine")
+    board = rig.watcher().board
+    for give_back in (
+        lambda: release_run(rig.cluster, rig.config.name, "mine", rig.clock),
+        lambda: release_pipeline(rig.cluster, "mine", rig.clock),
+        lambda: release_run(rig.cluster, rig.config.name, None, rig.clock),
+    ):
+        rig.watcher().provision()
+        assert board.closed() is None
+        give_back()
+        assert "was given back" in str(board.closed())
+
+
+def test_who_may_not_write_notes_gives_back_all_the_same(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.cluster.forbidden = [("patch", CONFIG_MAPS)]
+    assert release_run(rig.cluster, rig.config.name, None, rig.clock)
+    assert rig.left() == []
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_an_api_server_that_is_away_for_minutes_keeps_no_gpu(rig: Rig, away: int) -> None:
+    """Before the deletion, and while it is waited for."""
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]
+
+    def finalize() -> None:
+        rig.cluster.away = False
+        del rig.operator.job(rig.job())["metadata"]["finalizers"]
+        if rig.operator.job(rig.job())["metadata"].get("deletionTimestamp"):
+            rig.cluster.delete(RAY_JOBS, rig.job())
+
+    rig.cluster.away = away == 0
+    rig.clock.after(1, lambda: setattr(rig.cluster, "away", True))
+    rig.clock.after(200, finalize)
+    assert release_run(rig.cluster, rig.config.name, None, rig.clock)
+    assert rig.left() == []
+
+
+def test_an_api_server_that_stays_away_is_named(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.cluster.away = True
+    with pytest.raises(RunError, match="does not answer"):
+        release_run(rig.cluster, rig.config.name, None, rig.clock)

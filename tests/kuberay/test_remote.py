@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from kuberay_rig import Rig
@@ -12,9 +13,10 @@ from rich.console import Console
 
 from tidemill.command import remote
 from tidemill.command.arguments import parse
-from tidemill.errors import ConfigError, RewardError, RunError
-from tidemill.kuberay.cluster import PODS, Cluster
-from tidemill.kuberay.names import STOP, attempt_of
+from tidemill.errors import ClusterError, ConfigError, RewardError, RunError
+from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, Cluster
+from tidemill.kuberay.names import HEARTBEAT, STOP, attempt_of
+from tidemill.kuberay.release import release_run
 from tidemill.kuberay.status import look
 
 Command = Callable[[argparse.Namespace, Cluster, Console], int]
@@ -94,11 +96,23 @@ def test_status_all_lists_runs_and_says_when_there_is_none(rig: Rig) -> None:
     assert rig.config.name in said(rig, remote.status, "status", "all")
 
 
-@pytest.mark.parametrize(("command", "words"), [(remote.status, ["status", "x"]), (remote.stop, ["stop", "x"])])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(remote.status, ["status", "x"]), (remote.stop, ["stop", "x"]), (remote.logs, ["logs", "x", "--follow"])],
+)
 def test_a_run_that_is_not_there_is_refused_with_those_that_are(rig: Rig, command: Command, words: list[str]) -> None:
     rig.watcher().provision()
     with pytest.raises(ConfigError, match=f"a run of namespace tidemill: {rig.config.name}"):
         said(rig, command, *words)
+
+
+@pytest.mark.parametrize("words", [["stop", ""], ["stop", "", "--now"], ["status", ""]])
+def test_an_empty_name_is_not_that_of_all_runs(rig: Rig, words: list[str]) -> None:
+    rig.watcher().provision()
+    with pytest.raises(ConfigError, match="RUN = ''"):
+        said(rig, remote.stop if words[0] == "stop" else remote.status, *words)
+    assert rig.left() == [rig.job()]
+    assert STOP not in rig.operator.job(rig.job())["metadata"]["annotations"]
 
 
 def test_stop_marks_the_newest_attempt_and_keeps_the_first_reason(rig: Rig) -> None:
@@ -115,20 +129,92 @@ def test_stop_now_deletes_the_cluster(rig: Rig) -> None:
     assert rig.left() == []
 
 
+def test_stop_of_a_run_that_is_over_says_so_and_marks_nothing(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(60, rig.succeeds)
+    rig.watcher().follow(first)
+    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
+    assert STOP not in rig.operator.job(rig.job())["metadata"].get("annotations", {})
+    said(rig, remote.stop, "stop", rig.config.name, "--now")
+    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: succeeded\n"
+
+
 def test_logs_are_those_of_the_newest_attempt(rig: Rig) -> None:
     rig.watcher().provision()
+    assert "has written nothing yet" in said(rig, remote.logs, "logs", rig.config.name)
     rig.cluster.logs[submitter(rig)] = "one\n[two]\n"
     assert said(rig, remote.logs, "logs", rig.config.name) == "one\n[two]\n"
 
 
 def test_logs_of_a_run_that_is_gone_say_where_they_are(rig: Rig) -> None:
+    rig.watcher().provision()
+    said(rig, remote.stop, "stop", rig.config.name, "--now")
     with pytest.raises(RunError, match="its log stands in the object store"):
         said(rig, remote.logs, "logs", rig.config.name)
 
 
 def test_reap_tells_what_and_why(rig: Rig) -> None:
     rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "32503680000"}
+    assert said(rig, remote.reap_runs, "reap") == "nothing to delete in namespace tidemill\n"
     rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "1000000000"}
     assert f"would delete {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap", "--dry-run")
     assert f"deleted {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap")
     assert rig.left() == []
+
+
+def test_stop_reaches_a_run_that_is_between_two_attempts(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.cluster.delete(RAY_JOBS, rig.job())
+    assert "ends after the step under way" in said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    assert rig.watcher().board.closed() == "enough"
+
+
+def test_stop_without_the_right_to_note_it_is_refused_only_where_there_is_no_attempt(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.cluster.forbidden = [("patch", CONFIG_MAPS)]
+    said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    assert rig.operator.job(rig.job())["metadata"]["annotations"][STOP] == "enough"
+    rig.cluster.delete(RAY_JOBS, rig.job())
+    with pytest.raises(ClusterError, match="between two attempts"):
+        said(rig, remote.stop, "stop", rig.config.name)
+
+
+def test_stop_of_a_run_that_failed_and_is_tried_again_is_for_the_next_attempt(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.operator.fail(rig.job())
+    said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    assert rig.watcher().board.closed() == "enough"
+
+
+def test_stop_of_a_run_that_nobody_saw_end_says_so_and_changes_nothing(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.operator.succeed(rig.job())
+    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
+    rig.cluster.delete(RAY_JOBS, rig.job())
+    rig.watcher().board.fail(RunError("lost"))
+    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: failed\n"
+    assert rig.watcher().board.closed() is None
+
+
+def test_stop_of_a_run_that_nobody_watches_says_who_hears_of_it(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = "1000000000"
+    assert "nobody watches it now" in said(rig, remote.stop, "stop", rig.config.name)
+    assert rig.operator.job(rig.job())["metadata"]["annotations"][STOP]
+
+
+def test_status_of_a_run_that_was_given_back_while_it_went_on_says_that(rig: Rig) -> None:
+    rig.watcher().provision()
+    release_run(rig.cluster, rig.config.name, None, rig.clock)
+    assert lines(rig).startswith(f"{rig.config.name}  ended: the run was given back, as by")
+
+
+def test_reap_without_kfp_still_deletes_what_is_silent(rig: Rig) -> None:
+    rig.owner = replace(rig.owner, kfp_run="kfp-1")
+    rig.watcher().provision()
+    rig.operator.job(rig.job())["metadata"]["annotations"] = {HEARTBEAT: "1000000000"}
+    assert "deleted" in said(rig, remote.reap_runs, "reap", "--endpoint", "http://127.0.0.1:1")

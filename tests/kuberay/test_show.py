@@ -56,7 +56,8 @@ def test_what_must_be_there_already_stands_above() -> None:
     [
         (["compile", "--manifests", str(EXAMPLE)], "cluster.provider = 'local': allowed is kuberay"),
         (["compile", "trainer.steps=3"], "override = 'trainer.steps=3': allowed is nothing without --manifests"),
-        ([*COMPILE, "--check", "a.yaml"], "check = 'a.yaml': allowed is either --check or --manifests"),
+        ([*COMPILE, "--check", "a.yaml"], "--check = 'a.yaml': allowed is nothing with --manifests"),
+        ([*COMPILE, "--pipeline", "sweep"], "--pipeline = 'sweep': allowed is nothing with --manifests"),
         ([*COMPILE, "--output", "/nowhere/a.yaml"], "output = '/nowhere/a.yaml': allowed is a file that can be"),
         ([*COMPILE, "kubernetes.tolerations=[{operater: Exists}]"], "tolerations[1].operater = 'Exists'"),
         ([*COMPILE, "kubernetes.image=tidemill:latest"], "kubernetes.image = 'tidemill:latest'"),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tidemill.errors import RunError
-from tidemill.kuberay.submitter import PATIENCE_S, POLL_S, Submission, dashboard
+from tidemill.kuberay.driver_log import RATE, TOO_LONG, DriverLog
+from tidemill.kuberay.submitter import LONGEST, PATIENCE_S, POLL_S, Submission, dashboard
 
 Answer = tuple[int, str] | OSError
 UNKNOWN = (404, "Job one does not exist")
@@ -29,8 +30,15 @@ class Ray:
         self.asked: list[tuple[str, str, Mapping[str, Any] | None]] = []
         self.told: list[str] = []
         self.now = 0.0
+        self.log: Answer = 200, '{"logs": ""}'
+        self.logs_asked = 0
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
+        if path == "/api/jobs/one/logs":
+            self.logs_asked += 1
+            if isinstance(self.log, OSError):
+                raise self.log
+            return self.log
         self.asked.append((method, path, body))
         answer = next(self.answers, self.forever)
         assert answer is not None, "asked too often"
@@ -96,6 +104,41 @@ def test_a_job_that_ray_refuses_is_not_sent_again(code: int) -> None:
         ray.submission().follow()
 
 
+def test_what_the_driver_writes_is_passed_on_line_by_line() -> None:
+    ray = Ray(*[state("RUNNING")] * 3, state("SUCCEEDED"))
+    submission, seen = ray.submission(), ["", "one\ntw", "one\ntwo\n", "one\ntwo\nthree"]
+    submission.sleep = lambda seconds: grow()
+
+    def grow() -> None:
+        seen.pop(0)
+        ray.log = 200, json.dumps({"logs": seen[0]})
+        ray.sleep(POLL_S)
+
+    assert submission.follow() == "SUCCEEDED"
+    assert ray.told == ["job one: RUNNING", "one", "two", "three", "job one: SUCCEEDED"]
+
+
+def test_a_long_log_is_asked_for_less_often_and_one_that_is_too_long_no_more() -> None:
+    ray = Ray(forever=state("RUNNING"))
+    log = DriverLog("one", ray.ask, ray.told.append)
+    ray.log = 200, json.dumps({"logs": f"{'x' * (30 * RATE)}\n"})
+    for now in range(0, 60, 5):
+        log.catch_up(now, ended=False)
+    assert ray.logs_asked == 2
+    ray.log = TOO_LONG, ""
+    for now in range(60, 600, 5):
+        log.catch_up(now, ended=False)
+    log.catch_up(600, ended=True)
+    assert (ray.logs_asked, ray.told[-1]) == (3, "the log has become too long for here; the object store has all of it")
+
+
+@pytest.mark.parametrize("answer", [OSError("connection reset"), (404, "no log"), (500, "Traceback")])
+def test_a_log_that_cannot_be_read_does_not_end_the_run(answer: Answer) -> None:
+    ray = Ray(*[state("RUNNING")] * 100, state("SUCCEEDED"))
+    ray.log = answer
+    assert ray.submission().follow() == "SUCCEEDED"
+
+
 @pytest.fixture
 def server() -> Iterator[HTTPServer]:
     """A dashboard that repeats what it is sent, and breaks off where it is asked to."""
@@ -108,6 +151,11 @@ def server() -> Iterator[HTTPServer]:
             self.send_header("Content-Length", str(len(text) + 100 * (self.path == "/broken")))
             self.end_headers()
             self.wfile.write(text)
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(LONGEST + 1))
+            self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
             """Nothing on the screen."""
@@ -129,8 +177,12 @@ def test_requests_carry_rays_token(server: HTTPServer, token: str | None, header
 
 def test_errors_of_http_are_answers_and_everything_else_is_none(server: HTTPServer) -> None:
     ask = dashboard(f"127.0.0.1:{server.server_port}", None)
-    assert ask("GET", "/", None)[0] == 501
+    assert ask("PUT", "/", None)[0] == 501
     with pytest.raises(OSError, match="breaks off"):
         ask("POST", "/broken", {})
     with pytest.raises(OSError, match="refused"):
         dashboard("127.0.0.1:1", None)("GET", "/", None)
+
+
+def test_an_answer_without_end_is_not_read(server: HTTPServer) -> None:
+    assert dashboard(f"127.0.0.1:{server.server_port}", None)("GET", "/", None) == (TOO_LONG, "")

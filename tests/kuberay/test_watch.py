@@ -8,15 +8,28 @@ from typing import Any
 import pytest
 from kuberay_rig import Rig
 
-from tidemill.errors import ClusterError, DataError, EngineError, RewardError, RunError, TidemillError
+from tidemill.errors import (
+    ClusterError,
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    RunError,
+    StoreError,
+    TidemillError,
+)
 from tidemill.failure import Failure
 from tidemill.kuberay import budget
-from tidemill.kuberay.cluster import PODS, RAY_JOBS
+from tidemill.kuberay.board import ENDED, ENDED_OF, STOPPED, close
+from tidemill.kuberay.cluster import PODS, RAY_JOBS, Kind, Object, labels_of, name_of
+from tidemill.kuberay.fake import FakeCluster, FakeOperator
 from tidemill.kuberay.kinds import OwnerReference
-from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, STOP
+from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, STOP
 from tidemill.kuberay.owner import Owner
+from tidemill.kuberay.release import release_run
 from tidemill.observe.events import read_events
 from tidemill.store.attempt import Attempt
+from tidemill.store.object_store import ListedObject, ObjectStore
 
 
 def with_kubernetes(rig: Rig, **settings: Any) -> None:
@@ -419,3 +432,209 @@ def test_a_cluster_that_does_not_go_away_is_named_beside_the_failure(rig: Rig) -
     rig.clock.after(50, lambda: rig.fails(1, RewardError("no such function")))
     with pytest.raises(RunError, match=rf"(?s)no such function.*still there 300 s.*rayjobs/{rig.job()}"):
         rig.watcher().follow(first)
+
+
+def holds_on(rig: Rig, after: float, until: float) -> None:
+    """The pods of attempt 1 take until then to end, once it is deleted."""
+    rig.clock.after(after, lambda: rig.operator.job(rig.job())["metadata"].update(finalizers=["ray.io/rayjob"]))
+
+    def finalize() -> None:
+        del rig.operator.job(rig.job())["metadata"]["finalizers"]
+        rig.cluster.delete(RAY_JOBS, rig.job())
+
+    rig.clock.after(until, finalize)
+
+
+def test_a_watcher_that_is_killed_while_a_failed_run_ends_begins_no_other_attempt(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    holds_on(rig, 20, 100)
+    rig.clock.after(50, lambda: rig.fails(1, DataError("train.jsonl:7 is broken")))
+    rig.clock.after(80, killed)
+    with pytest.raises(Killed):
+        rig.watcher().follow(first)
+    with pytest.raises(TidemillError, match="is broken"):
+        rig.watcher().follow(first)
+    assert rig.made() == [rig.job()]
+
+
+@pytest.mark.parametrize("facts", [{ENDED: "it was given back", ENDED_OF: ""}, {STOPPED: "enough"}])
+def test_a_run_that_is_ended_between_two_attempts_gets_no_other_one(rig: Rig, facts: dict[str, str]) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    holds_on(rig, 20, 100)
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+    rig.clock.after(80, lambda: close(rig.cluster, rig.config.name, **facts))
+    for _ in range(2):  # KFP tries the step again
+        with pytest.raises(ClusterError, match=f"no further attempt begins: {next(iter(facts.values()))}"):
+            rig.watcher().follow(first)
+    assert rig.made() == [rig.job()]
+    assert rig.watcher().provision() == 2  # a new pipeline goes on
+
+
+class Hasty(FakeCluster):
+    """A cluster in which a run is given back at the moment in which one of its RayJobs is made."""
+
+    victim = ""
+
+    def create(self, kind: Kind, manifest: Object) -> Object:
+        if name_of(manifest) == self.victim:
+            close(self, labels_of(manifest)[RUN_LABEL], **{ENDED: "it was given back", ENDED_OF: ""})
+        return super().create(kind, manifest)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_an_attempt_that_begins_while_the_run_is_given_back_does_not_stay(rig: Rig, victim: int) -> None:
+    rig.cluster = Hasty(rig.clock)
+    rig.operator = FakeOperator(rig.cluster)
+    rig.cluster.victim = rig.job(victim)
+    rig.starts()
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+    with pytest.raises(ClusterError, match=f"attempt {victim} is deleted: it was given back"):
+        rig.watcher().follow(rig.watcher().provision())
+    assert rig.left() == []
+
+
+def test_a_watcher_killed_before_it_saw_that_the_run_was_given_back_ends_the_attempt_when_it_is_back(
+    rig: Rig,
+) -> None:
+    first = rig.watcher().provision()
+    rig.attempts.begin(2)
+    close(rig.cluster, rig.config.name, **{ENDED: "it was given back", ENDED_OF: ""})
+    with pytest.raises(ClusterError, match="attempt 2 is deleted"):
+        rig.watcher().follow(first)
+    assert rig.job(2) not in rig.left()
+
+
+def test_the_end_of_an_earlier_pipeline_does_not_concern_the_one_that_took_the_run_over(rig: Rig) -> None:
+    rig.owner = replace(rig.owner, kfp_run="new")
+    first = rig.watcher().provision()
+    close(rig.cluster, rig.config.name, **{ENDED: "it was given back", ENDED_OF: "old"})
+    rig.starts()
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+    rig.starts(2, after=80)
+    rig.clock.after(120, lambda: rig.succeeds(2))
+    assert rig.watcher().follow(first).steps == 3
+
+
+def test_a_rayjob_of_somebody_else_is_neither_taken_over_nor_deleted(rig: Rig) -> None:
+    theirs = {"metadata": {"name": rig.job(), "labels": {RUN_LABEL: "another"}}, "spec": {}}
+    rig.cluster.create(RAY_JOBS, theirs)
+    with pytest.raises(ConfigError, match=f"{rig.job()} in namespace tidemill is of something else"):
+        rig.watcher().provision()
+    assert rig.operator.job(rig.job())["metadata"]["labels"] == {RUN_LABEL: "another"}
+    assert "annotations" not in rig.operator.job(rig.job())["metadata"]
+
+
+def test_a_budget_that_is_used_up_by_pods_that_wait_for_others_ends_the_run_before_it_began(rig: Rig) -> None:
+    with_kubernetes(rig, gpu_hours=0.1)
+    first, begin = rig.watcher().provision(), rig.clock.now
+    rig.clock.after(2, lambda: rig.operator.admit(rig.job()))
+    rig.clock.after(10, lambda: rig.operator.ready(f"{rig.job()}-cluster-trainer-0"))
+    taken = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 No victims."
+    rig.clock.after(10, lambda: rig.operator.unschedulable(f"{rig.job()}-cluster-rollout-0", taken))
+    with pytest.raises(ClusterError, match=r"stopped before it began: the budget of 0\.1 GPU hours is used up"):
+        rig.watcher().follow(first)
+    assert rig.clock.now - begin == pytest.approx(10 + 360, abs=10)  # one GPU for a tenth of an hour
+    assert rig.left() == []
+
+
+def test_events_that_are_missing_in_the_store_do_not_end_the_watch(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(30, lambda: rig.steps(1, 1))
+    rig.clock.after(40, lambda: rig.steps(1, 3, offset=10_000))
+    rig.clock.after(60, rig.succeeds)
+    assert rig.watcher().follow(first).steps == 3
+    shown = rig.screen.getvalue()
+    assert shown.count("lacks the bytes") == 1
+    assert "   3/3" in shown
+
+
+def test_why_provision_begins_nothing_is_noted(rig: Rig) -> None:
+    with_kubernetes(rig, gpu_hours=1.0)
+    watcher = rig.watcher()
+    watcher.meter.holdings["uid"] = budget.Holding(4, 0.0, 3600.0)
+    with pytest.raises(ClusterError, match="budget"):
+        watcher.provision()
+    assert "budget of 1 GPU hours" in rig.watcher().board.facts()["error"]
+
+
+def test_a_pipeline_that_a_person_tries_again_after_its_end_goes_on_with_new_attempts(rig: Rig) -> None:
+    """KFP's Retry: the same pipeline run, whose exit handler gave the run back; what succeeded is not run again."""
+    with_kubernetes(rig, max_restarts=0)
+    rig.owner = replace(rig.owner, kfp_run="kfp-1")
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+    for _ in range(2):
+        with pytest.raises(TidemillError, match="lost"):
+            rig.watcher().follow(first)
+    release_run(rig.cluster, rig.config.name, "kfp-1", rig.clock)
+    rig.starts(2)
+    rig.clock.after(60, lambda: rig.succeeds(2))
+    assert rig.watcher().follow(first).steps == 3
+    assert rig.made() == [rig.job(1), rig.job(2)]
+
+
+class AwayStore(ObjectStore):
+    """A store that may be away for everything but whether an object is there."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store.client, store.endpoint, store.bucket)
+        self.away = False
+
+    def list(self, prefix: str, after: str = "") -> tuple[ListedObject, ...]:
+        if self.away:
+            raise StoreError("no S3 answer")
+        return super().list(prefix, after)
+
+
+def test_a_store_that_is_away_keeps_no_watcher_from_its_sign_of_life(rig: Rig) -> None:
+    rig.store = store = AwayStore(rig.store)
+    first = rig.watcher().provision()
+    ages: list[float] = []
+
+    def look() -> None:
+        ages.append(rig.clock.now - float(rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT]))
+
+    rig.starts()
+    rig.clock.after(50, lambda: setattr(store, "away", True))
+    for after in range(100, 650, 50):
+        rig.clock.after(after, look)
+    rig.clock.after(650, lambda: setattr(store, "away", False))
+    rig.clock.after(700, rig.succeeds)
+    assert rig.watcher().follow(first).steps == 3
+    assert max(ages) <= 36
+
+
+@pytest.mark.parametrize("ahead", ["runs", "gone", "succeeded", "given up"])
+def test_a_watcher_that_is_slower_than_another_one_follows_it(rig: Rig, ahead: str) -> None:
+    """Both saw attempt 1 fail. While this one waits for its pods to end, the other one goes on to attempt 2 and 3."""
+    first = rig.watcher().provision()
+    rig.starts()
+    holds_on(rig, 20, 200)
+    rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
+
+    def go_ahead() -> None:
+        rig.steps(2, 1)
+        if ahead == "runs":
+            rig.attempts.begin(2)
+            rig.operator.admit(rig.job(2))
+        elif ahead == "succeeded":
+            rig.leaves(2)
+        elif ahead == "given up":
+            rig.watcher().ending.give_up(Attempt(rig.config.name, 2), ClusterError("no room"))
+
+    rig.clock.after(100, go_ahead)
+    last = {"runs": 2, "gone": 3}.get(ahead)
+    if last is not None:
+        if ahead == "gone":
+            rig.starts(3, after=220)
+        rig.clock.after(260, lambda: rig.succeeds(last))
+    if ahead == "given up":
+        with pytest.raises(ClusterError, match="no room"):
+            rig.watcher().follow(first)
+    else:
+        assert rig.watcher().follow(first).steps == 3
+    assert rig.made() == [rig.job(1), *([rig.job(last)] if last else [])]

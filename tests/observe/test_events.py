@@ -12,6 +12,7 @@ import pytest
 
 from tidemill.errors import DataError
 from tidemill.observe.events import (
+    BLOCK,
     Activity,
     EvaluationFinished,
     Event,
@@ -23,6 +24,7 @@ from tidemill.observe.events import (
     event_from_dict,
     event_to_dict,
     follow,
+    past_events,
     read_events,
 )
 
@@ -103,3 +105,12 @@ def test_follow_ends_without_a_log(tmp_path: Path) -> None:
     stop = threading.Event()
     threading.Timer(0.05, stop.set).start()
     assert list(follow(tmp_path / "none.jsonl", stop)) == []
+
+
+def test_a_log_of_many_blocks_is_read_to_its_end(tmp_path: Path) -> None:
+    events = [Notice(f"{n} " + "ü" * (BLOCK // 5)) for n in range(9)]
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in events:
+            log.write(event)
+    assert (tmp_path / "events.jsonl").stat().st_size > 3 * BLOCK
+    assert list(past_events(tmp_path / "events.jsonl")) == events

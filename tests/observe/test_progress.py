@@ -77,6 +77,12 @@ def test_phases_and_warnings_are_lines() -> None:
     assert lines[2] == "warning: [bold]prompt 17[/] is quarantined " + "x" * 100
 
 
+def test_a_warning_cannot_steer_the_terminal() -> None:
+    failed = PhaseFailed("train", "died\x1b[2J", 1.0)
+    lines = show(Notice("answer \x1b]0;title\x07"), failed, PhaseStarted("train", 2.0), terminal=True)
+    assert "answer \ufffd]0;title\ufffd" in "".join(lines) and "died\ufffd[2J" in "".join(lines)
+
+
 def test_a_failure_is_told_once_it_is_tried_again_and_left_to_the_report_otherwise() -> None:
     first, failed = PhaseStarted("train", 10.0), PhaseFailed("train", "engine 0 died", 70.0)
     assert len(show(first, failed)) == 1

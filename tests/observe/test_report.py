@@ -11,7 +11,9 @@ from rich.console import Console
 
 from tidemill.errors import DataError
 from tidemill.observe.events import EvaluationFinished, Event, PhaseStarted, StepFinished
-from tidemill.observe.report import Sample, Summary, held_out_points, render, reward_curve_svg_or_png
+from tidemill.observe.excerpt import excerpt
+from tidemill.observe.report import Sample, Summary, held_out_points, render, reward_curve_svg_or_png, shortened
+from tidemill.protocols import Answer
 
 SUMMARY = Summary(
     steps=25,
@@ -83,6 +85,24 @@ def test_a_run_without_held_out_data_says_so_once() -> None:
     text = shown(replace(SUMMARY, held_out_before=None, held_out_after=None, samples=()))
     assert "Held-out score  (data.held_out is not set)\n" in text
     assert "->" not in text
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    asked = shortened(Answer("2 + 2\x1b[2J", "\x1b]0;title\x07four\x9b1m", "4\r", 1.0))
+    text = shown(replace(SUMMARY, samples=(Sample(asked.prompt, asked.response, None, asked.expected),)))
+    assert "2 + 2\ufffd[2J" in text and "four" in text
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\r"}
+
+
+def test_of_a_long_answer_beginning_and_end_are_shown() -> None:
+    kept = shortened(Answer("p", "first " + "x" * 10_000 + " last", None, 0.0)).response
+    assert kept.startswith("first ") and kept.endswith(" last") and len(kept) < 1300
+    assert excerpt("  as it is\n") == "as it is"
+
+
+def test_why_a_run_was_stopped_is_shown_without_control_codes() -> None:
+    text = shown(replace(SUMMARY, stopped="flat\x1b[31m"))
+    assert "stopped early" in text and "flat\ufffd[31m" in text
 
 
 def test_commands_appear_only_when_they_would_work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,7 +12,18 @@ import pytest
 from tidemill.cli import main
 from tidemill.errors import DataError
 from tidemill.observe.events import Activity, EventLog, Notice, StepFinished
-from tidemill.observe.timeline import Load, last_steps, loads, newest_attempt, overlap, phases, svg, trace
+from tidemill.observe.timeline import (
+    Load,
+    common,
+    last_steps,
+    loads,
+    means,
+    newest_attempt,
+    overlap,
+    phases,
+    svg,
+    trace,
+)
 
 # Two updates, 110..114 and 120..124. Engine 0 is busy 104..112 and 122..130, engine 1 from 123 on; the end is at 126.
 STEPS = [
@@ -51,6 +63,55 @@ def test_only_the_newest_attempt_is_drawn() -> None:
 def test_without_a_step_there_is_nothing_to_draw() -> None:
     with pytest.raises(DataError, match="no step"):
         last_steps(newest_attempt([StepFinished(1, 1, 1, 1.0, {}, 0.0)]), None)
+
+
+def test_the_last_steps_begin_with_what_was_in_flight() -> None:
+    # engine 0 has had two requests in flight since 104, and nothing of it changes in the second step
+    steps = [replace(STEPS[0], loads={"engine 0": [[104, 2]]}), replace(STEPS[1], loads={"engine 1": [[123, 3]]})]
+    kept = last_steps(steps, 1)
+    assert loads(kept) == {"engine 0": [Load(116, 126, 2)], "engine 1": [Load(123, 126, 3)]}
+    assert overlap(kept) == 1.0
+    assert last_steps(steps, None) == steps
+
+
+def test_engines_stand_in_the_order_of_their_numbers() -> None:
+    steps = [replace(STEPS[0], loads={f"engine {n}": [[104, 1]] for n in (10, 2, 0)})]
+    assert list(loads(steps)) == ["engine 0", "engine 2", "engine 10"]
+
+
+def test_common_time_is_that_of_a_plain_comparison() -> None:
+    first, second = [(0, 3), (4, 8), (9, 10)], [(1, 2), (2.5, 5), (6, 7), (7.5, 20)]
+    assert common(first, second) == sum(max(0, min(e, b) - max(s, a)) for s, e in first for a, b in second) == 5
+
+
+def test_mean_in_flight_keeps_the_time() -> None:
+    found = means([Load(104, 108, 2), Load(108, 109, 1)], 100, 110)
+    assert sum(found) * 10 / len(found) == pytest.approx(9)
+    assert (found[0], found[len(found) // 2], found[-1]) == (0, 2, 0)
+
+
+def long_run(steps: int) -> list[Activity]:
+    """An update of 9 s and a sync of 1 s a step, an engine that changes a hundred times meanwhile."""
+    return [
+        Activity(n, [["update_actor", 10 * n, 10 * n + 9], ["sync", 10 * n + 9, 10 * n + 10]],
+                 {"engine 0": [[10 * n + k / 10, k % 4] for k in range(100)]})
+        for n in range(1, steps + 1)
+    ]  # fmt: skip
+
+
+def test_picture_of_a_long_run_is_small_and_shows_what_share_of_the_time_a_phase_took() -> None:
+    picture = svg(long_run(1000))
+    assert len(picture) < 60_000
+    areas = [area.get("d", "") for area in ElementTree.fromstring(picture).iter(f"{NAMESPACE}path")]
+    # of the 30 between 52 and 82 the update takes nine tenths, from below, and the sync the rest; then the engine
+    assert areas[:2] == ["M90,55.0H1090V82.0H90Z", "M90,52.0H1090V55.0H90Z"] and len(areas) == 3
+
+
+def test_picture_scales_and_tells_hours() -> None:
+    root = ElementTree.fromstring(svg(long_run(1000)))
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    words = [element.text for element in root.iter(f"{NAMESPACE}text")]
+    assert {"30:00", "2:30:00"} <= set(words)
 
 
 def test_picture_shows_phases_to_scale_and_says_the_overlap() -> None:

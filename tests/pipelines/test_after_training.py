@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,23 @@ from tiny_model import make_tiny_model
 
 from tidemill.config import RunConfig
 from tidemill.observe.events import read_events
+from tidemill.observe.excerpt import LONGEST
+from tidemill.observe.excerpt import excerpt as cut
 from tidemill.observe.report import Sample, Summary
-from tidemill.pipeline.steps import evaluate, excerpt, provision, register, teardown, track_evaluation
+from tidemill.pipeline.request import Request
+from tidemill.pipeline.steps import evaluate, excerpt, log_number, provision, register, teardown, track_evaluation
+from tidemill.pipeline.sweep import choose, conclude
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
+from tidemill.run import samples
 from tidemill.run_file import load_config
 from tidemill.store.locate import Locator
 from tidemill.store.server import open_store, store_folder
-from tidemill.store.tracking import Tracker, history, make_client, tracking_uri
+from tidemill.store.tracking import Tracker, history, make_client, open_sweep, tracking_uri
 from tidemill.store.weed import find_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
+ARGUMENT_BYTES = 128 * 1024  # of one argument on Linux; KFP hands all inputs of a step over as one
 ANSWER = {"prompt": "w5 w6", "response": "w7", "expected": "7", "reward": 1.0}
 
 
@@ -65,11 +71,11 @@ class Model:
         self.path, self.metadata = str(path), {}
 
 
-def registered(run: RunConfig, trained: Summary, scored: str, folder: Path) -> tuple[Summary, Model]:
+def registered(run: RunConfig, trained: Summary, evaluated: str, folder: Path) -> tuple[Summary, Model]:
     """What `register` returns, with its files in a folder: report.md, report.html, model.json."""
     model = Model(folder / "model.json")
     files = (str(folder / "report.md"), str(folder / "report.html"))
-    return Summary.from_json(register(run.to_yaml(), trained.to_json(), scored, *files, model)), model
+    return Summary.from_json(register(run.to_yaml(), trained.to_json(), evaluated, *files, model)), model
 
 
 def evaluation(score: float) -> str:
@@ -106,11 +112,31 @@ def test_curve_of_a_server_that_is_away_is_empty(trained: RunConfig) -> None:
     assert history(away, "run", "reward/mean") == []
 
 
-def test_what_evaluation_passes_on_is_small(trained: RunConfig) -> None:
-    answers = tuple(Answer(f"w{n}", "w7" * 1000, "7", 1.0) for n in range(100))
-    asked = replace(summary(trained, 0.25), samples=(Sample("w5", None, None, None),))
-    kept = excerpt(Evaluation(0, 0.5, answers, {}), asked)
-    assert ([answer.prompt for answer in kept.answers], kept.score) == (["w5"], 0.5)
+def test_what_steps_pass_on_is_one_argument_of_a_command(trained: RunConfig, tmp_path: Path) -> None:
+    texts = [f"{n} {'何' * 100_000} {n}" for n in range(100)]
+    answers = tuple(Answer(text, text, text, 1.0) for text in texts)
+    evaluated = Evaluation(0, 0.5, answers, {})
+    passed = replace(summary(trained, 0.25), samples=samples(evaluated))
+    kept = excerpt(evaluated, passed)
+    assert [answer.prompt for answer in kept.answers] == [sample.prompt for sample in passed.samples]
+    inputs = {"config": trained.to_yaml(), "summary": passed.to_json(), "evaluation": json.dumps(asdict(kept))}
+    assert len(json.dumps({"parameterValues": inputs})) < ARGUMENT_BYTES
+    final, _ = registered(trained, passed, json.dumps(asdict(kept)), tmp_path)
+    assert [sample.after for sample in final.samples] == [answer.response for answer in kept.answers]
+
+
+def test_prompts_that_are_cut_to_the_same_text_count_once(trained: RunConfig) -> None:
+    answers = tuple(Answer(f"{'a' * LONGEST}{n:03}{'b' * LONGEST}", str(n), None, 1.0) for n in range(100))
+    asked = replace(summary(trained, 0.25), samples=(Sample(cut(answers[0].prompt), "before", None, None),))
+    assert [answer.response for answer in excerpt(Evaluation(0, 0.5, answers, {}), asked).answers] == ["0"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "text"])
+def test_what_is_no_number_is_no_metric_of_kfp(value: object) -> None:
+    metrics: dict[str, float] = {}
+    log_number(metrics.__setitem__, "score", value)
+    log_number(metrics.__setitem__, "steps", 3)
+    assert metrics == {"steps": 3}
 
 
 def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig, tmp_path: Path) -> None:
@@ -123,9 +149,9 @@ def test_model_artifact_points_at_the_weights_and_holds_none(trained: RunConfig,
 
 def test_mlflow_run_gets_the_final_score_the_answers_and_the_report(trained: RunConfig, tmp_path: Path) -> None:
     before = summary(trained, 0.25)
-    scored = evaluation_from_json(evaluation(0.75))
-    assert scored is not None
-    track_evaluation(trained, before, scored)
+    evaluated = evaluation_from_json(evaluation(0.75))
+    assert evaluated is not None
+    track_evaluation(trained, before, evaluated)
     registered(trained, before, evaluation(0.75), tmp_path)
     client, run_id = make_client(tracking_uri(trained)), before.mlflow_run_id
     run = client.get_run(run_id)
@@ -173,6 +199,42 @@ def test_exported_model_is_scored_from_the_store_by_an_engine_of_its_own(trained
     assert (scored.step, scored.score) == (25, result["score"])
     assert [answer["prompt"] for answer in scored.answers] == ["w5 w6", "w8"]
     assert find_server(store_folder(trained.output)) is None
+
+
+def concluded(run: RunConfig, name: str, score: float | None) -> str:
+    """What `conclude` returns for a variant of a sweep."""
+    variant = run.model_copy(update={"name": name, "registry": run.registry.model_copy(update={"model": "addition"})})
+    before = summary(variant, 0.25, f"s3://tidemill/runs/{name}/model/25")
+    return conclude(variant.to_yaml(), before.to_json(), "null" if score is None else evaluation(score), {}.__setitem__)
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"), [((0.5, 0.75, None), "s-v2"), ((0.75, 0.75, 0.5), "s-v1"), ((None, float("nan"), 0.5), "s-v3")]
+)
+def test_best_variant_is_registered_from_what_the_store_has_of_it(
+    trained: RunConfig, tmp_path: Path, scores: tuple[float | None, ...], best: str
+) -> None:
+    sweep = Request(trained.to_yaml(), run_name="s")
+    open_sweep(sweep.settings(), ["s-v1", "s-v2", "s-v3"])
+    results = [concluded(trained, f"s-v{n}", score) for n, score in enumerate(scores, start=1)]
+    assert max(len(result) for result in results) < 200
+    model = Model(tmp_path / "model.json")
+    final = Summary.from_json(choose(sweep, results, str(tmp_path / "r.md"), str(tmp_path / "r.html"), model))
+    assert (final.model_uri, final.model_version) == (f"s3://tidemill/runs/{best}/model/25", "addition/1")
+    assert f"| {best} (best) |" in (tmp_path / "r.md").read_text()
+    runs = {run.info.run_name: run for run in make_client(tracking_uri(trained)).search_runs(["1"])}
+    assert runs["s"].data.tags["tidemill.best"] == best
+    assert len(runs["s"].data.metrics) == sum(score is not None for score in scores)
+    assert {runs[f"s-v{n}"].data.tags["mlflow.parentRunId"] for n in (1, 2, 3)} == {runs["s"].info.run_id}
+
+
+def test_sweep_without_any_score_registers_nothing_and_says_why(trained: RunConfig, tmp_path: Path) -> None:
+    strict = trained.model_copy(update={"registry": trained.registry.model_copy(update={"min_score": 0.5})})
+    results = [concluded(strict, f"s-v{n}", None) for n in (1, 2)]
+    files = (str(tmp_path / "r.md"), str(tmp_path / "r.html"))
+    final = choose(Request(strict.to_yaml(), run_name="s"), results, *files, Model(tmp_path / "model.json"))
+    assert Summary.from_json(final).model_version is None
+    assert "no held-out score" in Summary.from_json(final).reason("model_version")
 
 
 def test_run_without_held_out_prompts_is_registered_without_a_score(trained: RunConfig, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tidemill.command.arguments import parse
 from tidemill.command.models import free_port
 from tidemill.command.runs import output_override
 from tidemill.errors import ConfigError
+from tidemill.observe.events import Activity, EventLog
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/addition.yaml")
@@ -58,6 +59,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", EXAMPLE, "--output", "a", "output=b"], "output = 'a': allowed is either --output or output="),
         (["train", EXAMPLE, "trainer.steps=0"], "trainer.steps = 0"),
         (["evaluate", EXAMPLE, "data.held_out=null", "registry.min_score=null", "evaluation.every=0"], "data.held_out"),
+        (["timeline", "nowhere"], "RUN = 'nowhere': allowed is a run below runs/, or its folder"),
         (["ui", "--output", "nowhere"], "nowhere': allowed is a folder of runs with mlflow.db"),
     ],
 )
@@ -79,6 +81,17 @@ def test_misuse_is_one_line_and_status_2(
 def test_inputs_are_looked_at_before_a_model_is_scored(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", EXAMPLE, setting, "model=s3://nowhere/that/is/asked"]) == 1
     assert setting.partition("=")[2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_reward_of_the_working_directory_is_found_by_the_installed_command(command: str, tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(response, *, prompt, answer, extra): return 1.0\n")
+    script = "import sys; sys.path.remove(''); from tidemill.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [command, EXAMPLE, "rewards.0.function=my_rewards:score", "model=nowhere"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "model 'nowhere': there is no such folder" in done.stderr
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -133,6 +146,39 @@ def test_arguments_that_are_none_are_refused(argv: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         parse(argv)
     assert f"unrecognized arguments: {argv[-1]}" in capsys.readouterr().err
+
+
+def test_setting_with_dashes_is_refused_by_its_command_with_how_it_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["run", "a.yaml", "--trainer.steps=2"])
+    error = capsys.readouterr().err
+    assert "usage: tidemill run " in error and "(a setting has no dashes: trainer.steps=2)" in error
+
+
+def test_no_command_at_all_shows_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse([])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert [name for name in COMMANDS if f"\n    {name}" not in error] == []
+
+
+def test_file_that_cannot_be_written_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write(Activity(1, [("update_actor", 0.0, 1.0)], {"engine 0": [(0.0, 1.0)]}))
+    (tmp_path / "folder.svg").mkdir()
+    for command in (["compile"], ["timeline", str(tmp_path)]):
+        assert main([*command, "--output", str(tmp_path / "folder.svg")]) == 2
+        error = capsys.readouterr().err
+        assert "--output = " in error and error.count("\n") == 1
+
+
+def test_pipeline_may_have_any_name_of_a_file(tmp_path: Path) -> None:
+    assert main(["compile", "--output", str(tmp_path / "a.txt")]) == 0
+    golden = ROOT / "pipelines/compiled/post_training.yaml"
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == golden.read_text(encoding="utf-8")
 
 
 def test_settings_are_not_said_to_be_required(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from kfp_stub import Kfp, serving
 
+from tidemill.pipeline.request import Request
+
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"^kfp --endpoint .*$", (ROOT / "docs/kfp.md").read_text(encoding="utf-8"), re.MULTILINE)
 KFP = Path(sys.executable).with_name("kfp")
@@ -48,3 +50,11 @@ def test_what_they_send_is_what_the_documentation_says(server: Kfp) -> None:
     [schedule] = server.schedules
     assert (schedule["mode"], schedule["no_catchup"], schedule["max_concurrency"]) == ("ENABLE", True, 1)
     assert server.runs[-1].get("service_account") is None
+
+
+def test_run_file_in_one_line_says_the_same_in_the_form(folder: Path) -> None:
+    [command] = re.findall(r"`(python3 -c .*? < run\.yaml)`", (ROOT / "docs/kfp.md").read_text(encoding="utf-8"))
+    script = command.replace("python3", sys.executable, 1)
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    [line] = done.stdout.splitlines()
+    assert Request(line).settings() == Request((folder / "run.yaml").read_text()).settings()

@@ -8,9 +8,14 @@ import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, DataError
-from tidemill.pipeline.renewal import begin_renewal, name_of, new_prompts
+from tidemill.pipeline import renewal
+from tidemill.pipeline.renewal import Material, begin_renewal, name_of, new_prompts, remember
 from tidemill.pipeline.request import Request
+from tidemill.run_file import parse_config
+from tidemill.store.registry import last_prompts
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
 
 @pytest.fixture
@@ -61,6 +66,53 @@ def test_new_prompts_of_the_store_become_one_object(addition: RunConfig, prompts
 @pytest.mark.parametrize("source", ["s3://tidemill/one.jsonl", "reasoning_gym://sum?size=9"])
 def test_any_other_source_is_always_new_and_remembered_as_it_is(addition: RunConfig, source: str) -> None:
     assert new_prompts(addition, source, source) == source == name_of(source)
+
+
+def begun(config: RunConfig, run: str, prompts: Path, folder: Path) -> RunConfig:
+    """The settings that the first step makes of a run."""
+    asked = Request(config.to_yaml(), run_name=run)
+    settings, word = begin_renewal(asked, str(prompts), str(folder / "links.md"))
+    assert word == "train"
+    return parse_config(settings)
+
+
+def test_run_that_goes_on_trains_what_it_began_with(
+    addition: RunConfig, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    champions = iter(["1", "2"])
+    monkeypatch.setattr(renewal, "champion_version", lambda config: next(champions))
+    monkeypatch.setattr(renewal, "begin", lambda request, page: request.settings().to_yaml())
+    first = begun(addition, "c1", prompts, tmp_path)
+    (prompts / "2026-12/02.jsonl").write_text('{"prompt": "d"}\n')
+    assert begun(addition, "c1", prompts, tmp_path) == first
+    assert first.model == "models:/addition/1"
+    other = begun(addition, "c2", prompts, tmp_path)
+    assert (other.model, name_of(other.data.train)) == ("models:/addition/2", "2026-12/02.jsonl")
+
+
+def test_prompts_that_are_refused_are_not_kept_for_the_run(
+    addition: RunConfig, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(request: Request, page: str) -> str:
+        raise DataError("a line is broken")
+
+    monkeypatch.setattr(renewal, "begin", refuse)
+    with pytest.raises(DataError):
+        begun(addition, "c1", prompts, tmp_path)
+    assert Material.noted(addition.model_copy(update={"name": "c1"})) is None
+
+
+def test_run_that_ends_after_a_later_one_takes_nothing_back(addition: RunConfig, prompts: Path) -> None:
+    def trained(last: str | None) -> str:
+        source = new_prompts(addition, str(prompts), last)
+        return addition.model_copy(update={"data": addition.data.model_copy(update={"train": source})}).to_yaml()
+
+    early = trained("2026-11-29.jsonl")
+    (prompts / "2026-12/02.jsonl").write_text('{"prompt": "d"}\n')
+    late = trained("2026-11-29.jsonl")
+    for settings in (late, early):
+        remember(settings, "{}")
+        assert last_prompts(addition) == "2026-12/02.jsonl"
 
 
 def test_without_held_out_prompts_nothing_is_compared(addition: RunConfig, tmp_path: Path) -> None:

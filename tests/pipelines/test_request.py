@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError
-from tidemill.observe.links import links
+from tidemill.errors import ConfigError, StoreError
+from tidemill.observe.links import forwarded, links
 from tidemill.pipeline.request import Request
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
@@ -84,6 +87,23 @@ def test_links_in_a_cluster_lead_to_kfp_mlflow_store_and_dashboard(addition: Run
     assert "tidemill stop addition-1a2b3c4d" in page
 
 
+@pytest.mark.parametrize(
+    ("address", "way"),
+    [
+        (
+            "http://mlflow.tidemill.svc.cluster.local:5000",
+            "`kubectl -n tidemill port-forward svc/mlflow 5000`, then http://127.0.0.1:5000",
+        ),
+        ("https://store.ml.svc:9000", "`kubectl -n ml port-forward svc/store 9000`, then https://127.0.0.1:9000"),
+        ("https://mlflow.example.com", "https://mlflow.example.com"),
+        ("http://minio:9000", "http://minio:9000"),
+        ("embedded", "embedded"),
+    ],
+)
+def test_address_of_a_service_is_given_as_a_browser_reaches_it(address: str, way: str) -> None:
+    assert forwarded(address) == way
+
+
 def test_links_on_this_machine_name_the_folder(addition: RunConfig) -> None:
     page = links(addition, "123")
     assert str(addition.folder) in page and "#/runs" not in page and "kubectl" not in page
@@ -92,3 +112,48 @@ def test_links_on_this_machine_name_the_folder(addition: RunConfig) -> None:
 def test_settings_that_are_no_yaml_are_refused() -> None:
     with pytest.raises(ConfigError, match="valid YAML"):
         Request("a: [").settings()
+
+
+def test_form_with_fields_of_one_line_takes_json_and_lists(addition: RunConfig) -> None:
+    tree = json.dumps(yaml.safe_load(addition.to_yaml()))
+    asked = Request(tree, '[seed=9, trainer.steps=7, "data.system_prompt=Brief, please"]')
+    config = asked.settings()
+    assert (config.seed, config.trainer.steps) == (9, 7)
+    assert config.data.system_prompt == "Brief, please"
+
+
+def test_lines_of_another_system_are_lines(addition: RunConfig) -> None:
+    text, lines = addition.to_yaml().replace("\n", "\r\n"), "seed=9\r\n# a remark\r\ntrainer.steps=7\r\n"
+    config = Request("\ufeff" + text, lines).settings()
+    assert (config.seed, config.trainer.steps, config.model) == (9, 7, addition.model)
+
+
+def test_run_file_that_lost_its_line_breaks_says_so(addition: RunConfig) -> None:
+    with pytest.raises(ConfigError, match="KFP's form drops line breaks"):
+        Request(addition.to_yaml().replace("\n", "")).settings()
+
+
+@pytest.mark.parametrize("text", ["", " ", "run", "[1, 2]", "\t", "s3://bucket"])
+def test_text_that_is_no_settings_is_refused(text: str) -> None:
+    with pytest.raises((ConfigError, StoreError)):
+        Request(text).settings()
+
+
+@pytest.mark.parametrize("text", ["[seed=1", "[1]", "[{a: b}]", "[seed=[1]]"])
+def test_list_that_is_none_of_texts_is_refused(addition: RunConfig, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^overrides = .* or \[ENTRY, ENTRY\]"):
+        Request(addition.to_yaml(), text).settings()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("engines", 2.5), ("engines", -1), ("ranks", 1.5), ("gpu_hours", -1.0), ("image", "i")]
+)
+def test_field_that_makes_no_sense_is_refused(addition: RunConfig, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"\.{field} = "):
+        replace(Request(addition.to_yaml(), ON_CLUSTER), **{field: value}).settings()
+
+
+def test_file_in_the_store_that_is_no_text_is_refused(store: ObjectStore) -> None:
+    store.put_bytes("settings/run.yaml", b"\xff\xfe")
+    with pytest.raises(ConfigError, match="a file of text in UTF-8"):
+        Request(store.uri("settings/run.yaml"), f"store.endpoint={store.endpoint}").settings()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -38,11 +37,6 @@ ASKED = ("", "", "", "", 0, 0, "", 0.0)  # what a form leaves open
 SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None).to_json()
 
 
-def outcome(config: str) -> str:
-    """What `conclude` returns."""
-    return json.dumps({"config": config, "summary": SUMMARY})
-
-
 class Artifact:
     """What KFP hands to a component as an output."""
 
@@ -68,7 +62,7 @@ def validated(config: str) -> str:
         lambda: register.python_func(BAD, "{}", "null", Artifact(), Artifact(), Artifact()),
         lambda: spread.python_func(BAD, *ASKED, "seed=1", Artifact()),
         lambda: conclude.python_func(BAD, "{}", "null", Artifact()),
-        lambda: choose.python_func(BAD, "", "", "", [outcome(BAD)], Artifact(), Artifact(), Artifact()),
+        lambda: choose.python_func(BAD, "", "", "", ["{}"], Artifact(), Artifact(), Artifact()),
         lambda: renew.python_func(BAD, *ASKED, "s3://tidemill/prompts/", Artifact()),
         lambda: remember.python_func(BAD, SUMMARY),
     ],
@@ -103,6 +97,12 @@ def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig,
     failure = Failure.read(addition.folder)
     assert failure is not None
     assert (failure.step, failure.expected, failure.passing) == ("validate", True, False)
+
+
+def test_settings_that_no_later_step_could_be_given_are_refused(addition: RunConfig) -> None:
+    data = addition.data.model_copy(update={"system_prompt": "Be brief. " * 4000})
+    with pytest.raises(ConfigError, match=r"^config = '\d+ bytes': allowed is at most 32768 with every default"):
+        validated(addition.model_copy(update={"data": data}).to_yaml())
 
 
 def test_unknown_reward_is_refused(addition: RunConfig) -> None:
@@ -176,7 +176,7 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEMILL_S3_ACCESS_KEY", raising=False)
-    with pytest.raises(ConfigError, match="TIDEMILL_S3_ACCESS_KEY"):
+    with pytest.raises(ConfigError, match=r"TIDEMILL_S3_ACCESS_KEY = None: .* the parameter store_secret"):
         validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
 
 
@@ -204,3 +204,7 @@ def test_time_of_a_step_adds_up_over_its_tries_and_begins_with_the_newest_attemp
     names = ["validate", "provision", "train", "validate", "load", "provision", "train", "train", "evaluate"]
     phases = [PhaseStarted(name, 10.0 * number) for number, name in enumerate(names)]
     assert seconds_by_step(phases, 95.0) == {"validate": 20.0, "provision": 10.0, "train": 20.0, "evaluate": 15.0}
+
+
+def test_time_of_a_step_that_is_not_counted_is_no_time() -> None:
+    assert seconds_by_step([PhaseStarted("conclude", 1.0)], 2.0) == seconds_by_step([], 2.0) == {}

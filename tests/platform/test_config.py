@@ -51,6 +51,26 @@ def test_unknown_key_is_refused_with_the_keys_that_exist() -> None:
     assert "spelling" in error.fix
 
 
+def test_mistyped_section_is_named_and_not_the_one_that_is_then_missing() -> None:
+    tree = {("trainr" if key == "trainer" else key): value for key, value in SMALL.items()}
+    with pytest.raises(ConfigError, match=r"^trainr = .* Did you mean trainer\?"):
+        parse_config(yaml.safe_dump(tree))
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("trainer.group_size=4", "rollout.group_size"),
+        ("learning_rate=1e-5", "trainer.learning_rate"),
+        ("rewards.0.wieght=2", "rewards.0.weight"),
+        ("rollout.max_tokens=9", "rollout.max_new_tokens"),
+        ("rollout.colour=9", None),
+    ],
+)
+def test_setting_that_was_probably_meant_is_told(override: str, meant: str | None) -> None:
+    assert refusal(override).fix.startswith(f"Did you mean {meant}? " if meant else "Remove it")
+
+
 def test_unknown_section_is_refused_with_the_sections_that_exist() -> None:
     error = refusal("trianer.steps=3")
     assert (error.key, "trainer" in error.allowed) == ("trianer", True)
@@ -157,6 +177,33 @@ def test_text_that_is_no_mapping_is_refused(text: str) -> None:
         parse_config(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (
+            "name: a\ntrainer: {steps: 1}\ntrainer:\n  steps: 2\n",
+            "Line 3, column 1: the key trainer stands there twice",
+        ),
+        ("data:\n  train: a\n  train: b\n", "Line 3, column 3: the key train stands"),
+        ("name: a\n  model: b\n", "Line 2, column 8: mapping values"),
+        ("", "It holds nothing"),
+    ],
+)
+def test_file_that_says_nothing_clear_is_named_with_the_line(text: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^config = '{path}'.*{where}") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_beside_a_merged_mapping_stands_there_once() -> None:
+    tree = yaml.safe_dump({key: value for key, value in SMALL.items() if key != "trainer"})
+    text = f"{tree}queue: {{capacity: 16}}\ntrainer: {{steps: 3}}\n"
+    merged = text.replace("{capacity: 16}", "{<<: {capacity: 99}, capacity: 16}")
+    assert parse_config(merged) == parse_config(text)
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml.*readable YAML file"):
         load_config(tmp_path / "nothing.yaml")
@@ -235,6 +282,13 @@ def test_the_knobs_are_those_of_the_frozen_list() -> None:
 def test_configuration_page_is_current() -> None:
     done = subprocess.run([sys.executable, ROOT / "docs/generate.py", "--check"], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_page_of_settings_has_every_section_once_and_tells_mappings_from_texts() -> None:
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings))
+    assert "| `kubernetes.tolerations` | list of mappings |" in page
 
 
 def test_names_are_refused_in_words() -> None:

@@ -35,6 +35,13 @@ def test_of_two_restricted_days_one_is_enough() -> None:
     assert times("0 0 1 * mon", 3) == ["Mon 2026-11-30 00:00:00", "Tue 2026-12-01 00:00:00", "Mon 2026-12-07 00:00:00"]
 
 
+def test_day_with_a_star_and_a_step_is_no_restriction() -> None:
+    """What KFP's own parser (robfig/cron 1.2.0) answers."""
+    assert times("0 0 */2 * mon", 2) == ["Mon 2026-12-07 00:00:00", "Mon 2026-12-21 00:00:00"]
+    assert times("0 0 1 * */2", 2) == ["Tue 2026-12-01 00:00:00", "Thu 2027-04-01 00:00:00"]
+    assert times("0 0 *,5 * mon", 2) == ["Mon 2026-11-30 00:00:00", "Mon 2026-12-07 00:00:00"]
+
+
 def test_day_that_does_not_come_has_no_time() -> None:
     assert times("0 0 30 2 *") == []
     assert times("0 0 29 2 *", 1) == ["Tue 2028-02-29 00:00:00"]
@@ -44,9 +51,11 @@ def test_moment_itself_is_over() -> None:
     assert times("50 23 * * *", 1) == ["Mon 2026-11-30 23:50:00"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "* * *", "@daily", "60 * * * *", "0 24 * * *", "5-1 * * * *", "*/0 * * * *", "0 0 0 * *"]
-)
+NO_TIMES = ["", "* * *", "@daily", "60 * * * *", "0 24 * * *", "5-1 * * * *", "*/0 * * * *", "0 0 0 * *", "0 0 * * 7"]
+ODD_NUMBERS = ["*/-5 * * * *", "1_0 * * * *", "+5 * * * *", "-1 * * * *", "1,, * * * *", "\u0663 * * * *"]
+
+
+@pytest.mark.parametrize("text", [*NO_TIMES, *ODD_NUMBERS])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^cron = "):
         Cron.parse(text)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,7 @@ class Rig:
     state: Mapping[str, Any] | None = None
     version: int = 0
     prompt: str = "question {}"
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         config, data = self.config, self.config.data
@@ -105,6 +107,7 @@ class Rig:
             decode=decode,
             ledger=self.ledger,
             version=self.version,
+            clock=self.clock,
         )
 
     async def train_step(self) -> bool:

@@ -22,6 +22,7 @@ from tidemill.protocols import Delivery, Lease
 from tidemill.queue.message_queue import MessageQueue
 from tidemill.records import GroupHeader
 from tidemill.rollout.admission import Admission
+from tidemill.rollout.deferral import Deferral
 from tidemill.rollout.ledger import Ledger
 
 T = TypeVar("T")
@@ -43,9 +44,21 @@ class Run(RuleBasedStateMachine):
         strategy=st.sampled_from(["pace", "drop", "wait"]),
         threshold=st.sampled_from([None, 0.0, 0.5]),
         versions=st.integers(1, 6),
+        rows=st.integers(1, 9),
+        endless=st.booleans(),
     )
     def begin(
-        self, eta: int, per_step: int, trigger: int, concurrent: int, strategy: Any, threshold: Any, versions: int
+        self,
+        *,
+        eta: int,
+        per_step: int,
+        trigger: int,
+        concurrent: int,
+        strategy: Any,
+        threshold: Any,
+        versions: int,
+        rows: int,
+        endless: bool,
     ) -> None:
         groups = per_step * trigger
         if eta == 0 or (threshold is not None and int((1 + threshold) * groups) == groups):  # others are refused
@@ -57,14 +70,16 @@ class Run(RuleBasedStateMachine):
             trainer={"steps": versions * trigger, "ppo_mini_batch_size": per_step},
         )
         self.eta, self.step, self.batch, self.total = eta, per_step, per_step * trigger, versions * per_step * trigger
-        self.committed: tuple[str, int, list[int]] = (json.dumps(Ledger(self.total).state()), 0, [])
+        self.rows, self.stream, self.now = rows, None if endless else self.total, 0.0
+        self.committed: tuple[str, int, list[int]] = (json.dumps(Ledger(self.stream).state()), 0, [])
         self.restart()
 
     def restart(self) -> None:
         """What a new process has: the last commit, an empty queue, nothing in flight."""
         state, version, trained = self.committed
-        self.ledger, self.trained = Ledger.restore(json.loads(state), self.total), list(trained)
-        self.admission = Admission(self.config, 1, self.ledger, version)
+        self.ledger, self.trained = Ledger.restore(json.loads(state), self.stream), list(trained)
+        self.deferral = Deferral(lambda uid: uid % self.rows, self.rows, self.config.asynchrony)
+        self.admission = Admission(self.config, 1, self.ledger, version, self.deferral)
         self.policy, self.queued = self.admission.policy, self.admission.queued
         self.queue: MessageQueue[None] = MessageQueue(self.config.queue_capacity, self.eta)
         self.flights: dict[int, int] = {}  # version at the start by uid
@@ -76,10 +91,9 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        room = self.admission.capacity(self.flights)
-        while room > 0 and (uid := self.ledger.next_uid()) is not None:
+        while (uid := self.admission.next(self.flights, self.now)) is not None:
             self.ledger.dispatched(uid)
-            self.flights[uid], room = self.version, room - 1
+            self.flights[uid] = self.version
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data())
@@ -91,6 +105,8 @@ class Run(RuleBasedStateMachine):
         if self.policy.strategy == "wait" and not self.policy.keeps_all_in_time(place, others):
             return
         oldest = data.draw(st.integers(started, self.version))  # its first token may come later than its start
+        self.now += data.draw(st.sampled_from([0.0, 1.0]))
+        self.deferral.finished(uid, self.now - data.draw(st.sampled_from([1.0, 9.0])), self.now)
         try:
             at_once(self.queue.put([Delivery(GroupHeader(uid, oldest, 1, 1), None)], NOW))
         except TimeoutError:
@@ -124,6 +140,7 @@ class Run(RuleBasedStateMachine):
         assert all(self.version - delivery.header.oldest_version <= self.eta for delivery in lease.deliveries)
         at_once(self.queue.acknowledge(lease.lease_id))
         self.ledger.trained(uids)
+        self.deferral.trained(uids)
         for uid in uids:
             del self.queued[uid]
         self.trained += uids
@@ -142,7 +159,8 @@ class Run(RuleBasedStateMachine):
 
     def next_version(self) -> None:
         """As `Rollouter.begin_version`."""
-        self.admission.version, self.since_sync = self.version + 1, 0
+        self.admission.begin_version(self.version + 1, self.now)
+        self.since_sync = 0
         for uid, started in list(self.flights.items()):
             if self.admission.too_old(started):
                 assert self.policy.strategy != "wait"
@@ -193,6 +211,7 @@ class Run(RuleBasedStateMachine):
                     at_once(self.queue.put([Delivery(GroupHeader(uid, self.flights[uid], 1, 1), None)], NOW))
                     self.ledger.queued(uid)
                     self.queued[uid] = self.flights.pop(uid)
+                    self.deferral.finished(uid, self.now - 1.0, self.now)
             self.train()
             if self.admission.complete():
                 break

@@ -49,6 +49,27 @@ def test_looking_at_the_next_occurrence_changes_nothing() -> None:
     assert ledger.next_uid() == ledger.next_uid() == 0
 
 
+def test_what_is_passed_over_waits_and_goes_first_after_a_restart_too() -> None:
+    ledger = Ledger(total=6)
+    assert ledger.upcoming(4) == [0, 1, 2, 3]
+    ledger.dispatched(2)
+    assert ledger.upcoming(9) == [0, 1, 3, 4, 5]
+    ledger.dispatched(1)
+    ledger.check()
+    assert ledger.counts()["issued"] == 2
+    assert reloaded(ledger).upcoming(9) == [0, 1, 2, 3, 4, 5]
+    assert [dispatch(ledger) for _ in range(4)] == [0, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("uid", "why"), [(1, "it is dispatched"), (0, "trained already"), (3, "not issued yet")])
+def test_only_what_waits_or_is_new_is_dispatched(uid: int, why: str) -> None:
+    ledger = Ledger(total=3)
+    ledger.trained(queue(ledger, 1))
+    dispatch(ledger)
+    with pytest.raises(RunError, match=why):
+        ledger.dispatched(uid)
+
+
 def test_an_occurrence_trained_twice_is_refused() -> None:
     ledger = Ledger(total=None)
     queue(ledger, 1)
@@ -179,7 +200,7 @@ def step(ledger: Ledger, rng: random.Random, trained: Counter[int]) -> None:
     event = rng.random()
     if uid is None or event < 0.4:
         if ledger.next_uid() is not None:
-            dispatch(ledger)
+            ledger.dispatched(rng.choice(ledger.upcoming(3)))
     elif event < 0.55:
         ledger.dropped(uid, rng.choice(["stale", "queue_full"]))
     elif stage == "dispatched" and event < 0.6:

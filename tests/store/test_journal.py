@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.errors import StoreError
+from tidemill.errors import StoreError, StoreGapError
 from tidemill.store import journal
 from tidemill.store.journal import JournalReader, JournalWriter
 from tidemill.store.object_store import ObjectStore, StoredObject
@@ -127,11 +127,15 @@ def test_reader_starts_at_any_offset(weed: ObjectStore, tmp_path: Path, offset: 
     assert reader.offset == path.stat().st_size
 
 
-def test_a_missing_segment_is_an_error_and_not_a_gap(weed: ObjectStore) -> None:
+def test_what_lies_before_a_missing_segment_is_read_and_what_lies_behind_it_can_be(weed: ObjectStore) -> None:
     weed.put_bytes(f"{PREFIX}/000000000000.jsonl", b"one\n")
     weed.put_bytes(f"{PREFIX}/000000000010.jsonl", b"three\n")
-    with pytest.raises(StoreError, match="lacks the bytes 4 to 10"):
-        JournalReader(weed, PREFIX).read()
+    reader = JournalReader(weed, PREFIX)
+    assert reader.read() == b"one\n"
+    with pytest.raises(StoreGapError, match="lacks the bytes 4 to 10") as caught:
+        reader.read()
+    reader.offset = caught.value.end
+    assert reader.read() == b"three\n"
     weed.put_bytes(f"{PREFIX}/notes.txt", b"?")
     with pytest.raises(StoreError, match="no segment of a journal"):
         JournalReader(weed, PREFIX, 16).read()

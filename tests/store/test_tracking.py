@@ -1,3 +1,5 @@
+import asyncio
+import hashlib
 import json
 import math
 import socket
@@ -9,10 +11,21 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, RunError
 from tidemill.sections import ClusterConfig
+from tidemill.store import tracking
+from tidemill.store.dataset_inputs import digest_of
 from tidemill.store.metric_writer import Unwritten
-from tidemill.store.tracking import TrackedRun, Tracker, flatten, make_client, tracking_uri
+from tidemill.store.tracking import (
+    TrackedRun,
+    Tracker,
+    close_sweep,
+    end_killed,
+    flatten,
+    make_client,
+    open_sweep,
+    tracking_uri,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -157,6 +170,21 @@ def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig,
     assert [(p.step, p.value) for p in client.get_metric_history(tracker.run_id, "loss")] == [(1, 1.0), (2, 0.5)]
 
 
+@pytest.mark.parametrize("error", [MlflowException("API request failed"), ConnectionError("503 of the artifacts")])
+def test_a_server_that_is_away_at_the_end_costs_the_page_of_a_sweep_and_not_the_sweep(
+    mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise error
+
+    client = make_client(tracking_uri(mlflow_config))
+    monkeypatch.setattr(tracking, "make_client", lambda uri: client)
+    open_sweep(mlflow_config, ["addition-v1"])
+    monkeypatch.setattr(client, "log_text", refuse)
+    close_sweep(mlflow_config, {"addition-v1": 0.5}, "addition-v1", "# Sweep")
+    assert f"the sweep addition is not told in MLflow at {tracking_uri(mlflow_config)}: {error}" in caplog.text
+
+
 def unreachable(config: RunConfig, **more: Any) -> RunConfig:
     tracking = config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{closed_port()}"})
     return config.model_copy(update={"tracking": tracking, **more})
@@ -195,6 +223,83 @@ def test_tags_say_what_made_the_attempt(mlflow_config: RunConfig, monkeypatch: p
     assert (tags["tidemill.attempt"], tags["tidemill.cluster"]) == ("3", "addition-a3")
     assert (tags["kfp.run_id"], tags["tidemill.git_revision"]) == ("kfp-7", "abc")
     assert tags["tidemill.image"] == config.kubernetes.image
+
+
+def tags_of(tracker: Tracker) -> dict[str, str]:
+    return dict(tracker.client.get_run(tracker.run_id).data.tags)
+
+
+def status_of(tracker: Tracker) -> str:
+    return str(tracker.client.get_run(tracker.run_id).info.status)
+
+
+def test_a_failed_run_says_why_until_it_goes_on(mlflow_config: RunConfig) -> None:
+    first = Tracker.start(mlflow_config)
+    first.fail(RunError("engine 0 died: \x1b[31m" + "x" * 10_000))
+    why = tags_of(first)["tidemill.failure"]
+    assert status_of(first) == "FAILED" and why.startswith("RunError: engine 0 died: \ufffd[31mx") and len(why) < 1500
+    second = Tracker.start(mlflow_config, first.run_id)
+    second.finish("FINISHED")
+    assert (status_of(second), "tidemill.failure" in tags_of(second)) == ("FINISHED", False)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError()])
+def test_a_run_that_somebody_ended_did_not_fail(mlflow_config: RunConfig, error: BaseException) -> None:
+    tracker = Tracker.start(mlflow_config)
+    tracker.fail(error)
+    assert (status_of(tracker), "tidemill.failure" in tags_of(tracker)) == ("KILLED", False)
+
+
+def test_a_run_whose_process_was_killed_is_ended_from_outside(mlflow_config: RunConfig) -> None:
+    end_killed(mlflow_config)  # of which MLflow never heard
+    tracker = Tracker.start(mlflow_config)
+    assert status_of(tracker) == "RUNNING"
+    end_killed(mlflow_config)
+    assert status_of(tracker) == "KILLED"
+    tracker.finish("FINISHED")
+    end_killed(mlflow_config)
+    assert status_of(tracker) == "FINISHED"
+
+
+def test_an_attempt_before_the_first_checkpoint_goes_on_in_the_same_run(mlflow_config: RunConfig) -> None:
+    first = Tracker.start(mlflow_config)
+    first.fail(RunError("no room"))
+    second = Tracker.start(mlflow_config)
+    second.finish("FINISHED")
+    assert second.run_id == first.run_id
+    other = Tracker.start(mlflow_config.model_copy(update={"seed": 7}))  # whose parameters would be untrue there
+    other.finish("FINISHED")
+    assert other.run_id != first.run_id and other.client.get_run(other.run_id).data.params["seed"] == "7"
+
+
+def test_description_and_source_say_where_the_rest_is(
+    mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_GIT_REVISION", "abc")
+    tracker = Tracker.start(mlflow_config)
+    tracker.finish("FINISHED")
+    tags = tags_of(tracker)
+    assert (tags["mlflow.source.name"], tags["mlflow.source.git.commit"]) == ("tidemill", "abc")
+    assert str(mlflow_config.folder) in tags["mlflow.note.content"]
+
+
+def test_prompts_are_datasets_by_their_content(mlflow_config: RunConfig, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    data = mlflow_config.data.model_copy(update={"train": str(rows), "held_out": "hf://openai/gsm8k:test"})
+    found = []
+    for text in ('{"prompt": "1 + 1"}\n', '{"prompt": "1 + 2"}\n'):
+        rows.write_text(text)
+        tracker = Tracker.start(mlflow_config.model_copy(update={"data": data, "seed": len(found)}))
+        tracker.finish("FINISHED")
+        inputs = tracker.client.get_run(tracker.run_id).inputs.dataset_inputs
+        found.append({each.tags[0].value: each.dataset for each in inputs})
+    first, second = found
+    assert (first["training"].name, first["training"].source_type) == ("rows.jsonl", "local")
+    assert first["training"].digest != second["training"].digest
+    assert (first["evaluation"].name, first["evaluation"].source_type) == ("hf://openai/gsm8k:test", "hf")
+    assert first["evaluation"].digest == second["evaluation"].digest
+    sha = hashlib.sha256(rows.read_bytes()).hexdigest()
+    assert digest_of(f"s3://bucket/inputs/{sha}/rows.jsonl") == second["training"].digest
 
 
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])

@@ -174,14 +174,39 @@ def test_weights_cannot_be_changed_by_who_reads_them(tmp_path: Path) -> None:
     assert values(MappedWeights(), update) == {1.0}
 
 
-def test_another_model_gets_another_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parameters", "dtype"),
+    [
+        (weights(2), torch.bfloat16),
+        ({**weights(2), "a": torch.full((10, 100), 2.0)}, torch.float32),
+        ({"a": torch.full((1015,), 2.0)}, torch.float32),
+        ({"a": torch.full((1000,), 2.0), "b": torch.full((3, 5), 2.0)}, torch.float32),
+        ({**weights(2), "c": torch.full((1,), 2.0)}, torch.float32),
+    ],
+    ids=["dtype", "shape", "fewer", "name", "more"],
+)
+def test_other_tensors_get_another_file(
+    tmp_path: Path, parameters: dict[str, torch.Tensor], dtype: torch.dtype
+) -> None:
     files, path = MappedWeights(), tmp_path / "w.safetensors"
     files.write(path, weights(1), torch.float32)
     before = path.stat().st_ino
-    files.write(path, weights(2), torch.bfloat16)
+    nbytes = files.write(path, parameters, dtype)
     assert path.stat().st_ino != before
-    assert load_file(path)["a"].dtype == torch.bfloat16
+    assert path.stat().st_size == nbytes
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in load_file(path).items()} == {
+        name: (tensor.shape, dtype) for name, tensor in parameters.items()
+    }
+    assert values(MappedWeights(), WeightUpdate(1, str(path), nbytes)) == {2.0}
     assert len(files.kept) == 1
+
+
+def test_a_process_writes_into_no_file_that_it_has_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    nbytes = MappedWeights().write(path, weights(1), torch.float32)
+    os.truncate(path, nbytes // 2)  # as one that was killed leaves it, with a good header
+    assert MappedWeights().write(path, weights(2), torch.float32) == nbytes
+    assert values(MappedWeights(), WeightUpdate(2, str(path), nbytes)) == {2.0}
 
 
 @pytest.mark.parametrize("cut", [3, 9, 500])

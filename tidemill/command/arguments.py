@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 
 from tidemill import __version__
@@ -129,10 +130,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     argparse takes all positional arguments from where the first ones stand, so that those further on are added here.
     """
-    parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    parser, words = build_parser(), sys.argv[1:] if argv is None else argv
+    if not words:
+        parser.exit(2, parser.format_help())
+    arguments, rest = parser.parse_known_args(words)
+    options = [word for word in rest if word.startswith("-")]
+    if rest and ("overrides" not in arguments or options):
+        dashed = next((word.lstrip("-") for word in options if "=" in word and "overrides" in arguments), None)
+        hint = f" (a setting has no dashes: {dashed})" if dashed else ""
+        arguments.parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
@@ -149,7 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("file", nargs="?", help="the run, as YAML")
     settings(run)
     run.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
-    run.add_argument("--output", help="folder of runs (default: runs, or what the file says)")
+    run.add_argument("--output", metavar="FOLDER", help="folder of runs (default: runs, or what the file says)")
 
     train = add(commands, "train", "train only, without the pipeline around it", TRAIN)
     evaluate = add(commands, "evaluate", "score a model on held-out prompts", EVALUATE)
@@ -160,14 +166,20 @@ def build_parser() -> argparse.ArgumentParser:
     generate = add(commands, "generate", "let a model answer", GENERATE)
     generate.add_argument("model", help="which model")
     generate.add_argument("prompts", nargs="+", type=text, metavar="PROMPT", help="what to answer")
-    generate.add_argument("--system", help="system message")
-    generate.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer (default: 64)")
+    generate.add_argument("--system", metavar="TEXT", help="system message")
     generate.add_argument(
-        "--temperature", type=temperature, default=0.0, help="0 takes the likeliest token (default: 0)"
+        "--max-new-tokens", type=positive, default=64, metavar="N", help="longest answer (default: 64)"
     )
-    generate.add_argument("--output", default="runs", help="folder of runs with store and registry (default: runs)")
-    generate.add_argument("--endpoint", default="embedded", help="S3 server (default: the embedded one below --output)")
-    generate.add_argument("--tracking", help="MLflow server (default: the SQLite file below --output)")
+    generate.add_argument(
+        "--temperature", type=temperature, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
+    )
+    generate.add_argument(
+        "--output", default="runs", metavar="FOLDER", help="folder of runs with store and registry (default: runs)"
+    )
+    generate.add_argument(
+        "--endpoint", default="embedded", metavar="URL", help="S3 server (default: the embedded one below --output)"
+    )
+    generate.add_argument("--tracking", metavar="URI", help="MLflow server (default: the SQLite file below --output)")
 
     pipeline_commands(commands)
 
@@ -183,18 +195,16 @@ def build_parser() -> argparse.ArgumentParser:
     remote_commands(commands)
 
     ui = add(commands, "ui", "open curves and models of all runs", UI)
-    ui.add_argument("--output", default="runs", help="folder of runs (default: runs)")
-    ui.add_argument("--port", type=int, default=5000, help="port, 0 takes a free one (default: 5000)")
+    ui.add_argument("--output", default="runs", metavar="FOLDER", help="folder of runs (default: runs)")
+    ui.add_argument("--port", type=int, default=5000, metavar="N", help="port, 0 takes a free one (default: 5000)")
     return parser
 
 
 def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The commands for the pipeline on KFP."""
     compile_ = add(commands, "compile", "write the pipeline for KFP, or the manifests of a run", COMPILE)
-    compile_.add_argument(
-        "--pipeline", choices=PIPELINES, default=PIPELINES[0], help=f"which (default: {PIPELINES[0]})"
-    )
-    compile_.add_argument("--output", help="file (default: NAME.yaml; manifests are printed)")
+    compile_.add_argument("--pipeline", choices=PIPELINES, help=f"which (default: {PIPELINES[0]})")
+    compile_.add_argument("--output", metavar="FILE", help="file (default: NAME.yaml; manifests are printed)")
     compile_.add_argument("--check", metavar="FILE", help="only say whether FILE is what would be written")
     compile_.add_argument("--manifests", metavar="FILE", help="a run for Kubernetes, as YAML: its manifests instead")
     settings(compile_)
@@ -210,7 +220,7 @@ def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     schedule = add(commands, "schedule", "start a run on KFP again and again", SCHEDULE)
     schedule.add_argument("file", nargs="?", help="the run, as YAML")
     settings(schedule)
-    schedule.add_argument("--cron", help="when, as cron")
+    schedule.add_argument("--cron", metavar="TIMES", help="when, as cron")
     schedule.add_argument("--name", help="of the schedule (default: that of the run)")
     schedule.add_argument("--list", action="store_true", help="only list the schedules there are")
     schedule.add_argument("--delete", metavar="NAME", help="only delete this schedule")
@@ -220,38 +230,53 @@ def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
 def remote_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The commands for runs on Kubernetes."""
     status = add(commands, "status", "say where runs on Kubernetes stand", STATUS)
-    status.add_argument("run", help="name of a run, or all")
+    status.add_argument("run", metavar="RUN", help="name of a run, or all")
     logs = add(commands, "logs", "show the log of a run on Kubernetes", LOGS)
     logs.add_argument("-f", "--follow", action="store_true", help="go on with what is being written")
     stop = add(commands, "stop", "end a run on Kubernetes", STOP)
     stop.add_argument("--now", action="store_true", help="delete its cluster at once")
-    stop.add_argument("--reason", type=text, default="tidemill stop", help="what its summary says")
+    stop.add_argument("--reason", type=text, default="tidemill stop", metavar="TEXT", help="what its summary says")
     for command in (logs, stop):
-        command.add_argument("run", help="name of the run")
+        command.add_argument("run", metavar="RUN", help="name of the run")
     reap = add(commands, "reap", "delete clusters that nobody looks after", REAP)
     reap.add_argument(
         "--older-than", type=positive, default=30, metavar="MINUTES", help="without a sign of life (default: 30)"
     )
     reap.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    reap.add_argument("--endpoint", help="KFP to ask whether runs are over (default: none is asked)")
+    reap.add_argument("--endpoint", metavar="URL", help="KFP to ask whether runs are over (default: none is asked)")
     for command in (status, logs, stop, reap):
-        command.add_argument("--namespace", help="of the runs (default: that of this pod, else tidemill)")
+        command.add_argument(
+            "--namespace", metavar="NAME", help="of the runs (default: that of this pod, else tidemill)"
+        )
 
 
 def pipeline_options(command: argparse.ArgumentParser) -> None:
     """What is told to KFP besides the run."""
-    command.add_argument("--variants", metavar="FILE", help="a sweep: a variant a line, its settings apart by spaces")
     command.add_argument(
-        "--prompts", metavar="URI", help="continual training with the new files of s3://BUCKET/PREFIX/"
+        "--variants", type=text, metavar="FILE", help="a sweep: a variant a line, its settings apart by spaces"
     )
-    command.add_argument("--endpoint", help="KFP's API, http(s)://HOST:PORT (default: KF_PIPELINES_ENDPOINT)")
-    command.add_argument("--kfp-namespace", default="", help="yours, where KFP has several users")
-    command.add_argument("--experiment", help="one that exists (default: tracking.experiment, made if need be)")
     command.add_argument(
-        "--service-account", default="tidemill-pipeline", help="of the steps (default: tidemill-pipeline)"
+        "--prompts", type=text, metavar="URI", help="continual training with the new files of s3://BUCKET/PREFIX/"
     )
-    command.add_argument("--steps-image", help="image of the steps (default: that of this version, without a registry)")
-    command.add_argument("--store-endpoint", help="where the store is seen from here (default: store.endpoint)")
+    command.add_argument(
+        "--endpoint", metavar="URL", help="KFP's API, http(s)://HOST:PORT (default: KF_PIPELINES_ENDPOINT)"
+    )
+    command.add_argument("--kfp-namespace", default="", metavar="NAME", help="yours, where KFP has several users")
+    command.add_argument(
+        "--experiment", metavar="NAME", help="one that exists (default: tracking.experiment, made if need be)"
+    )
+    command.add_argument(
+        "--service-account",
+        default="tidemill-pipeline",
+        metavar="NAME",
+        help="of the steps (default: tidemill-pipeline)",
+    )
+    command.add_argument(
+        "--steps-image", metavar="IMAGE", help="image of the steps (default: that of this version, without a registry)"
+    )
+    command.add_argument(
+        "--store-endpoint", metavar="URL", help="where the store is seen from here (default: store.endpoint)"
+    )
 
 
 def settings(command: argparse.ArgumentParser) -> None:
@@ -289,9 +314,15 @@ def temperature(word: str) -> float:
 class Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of examples."""
 
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
 
 def add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, does: str, more: str
 ) -> argparse.ArgumentParser:
-    """One command."""
-    return commands.add_parser(name, help=does, description=does.capitalize() + ".", epilog=more, formatter_class=Help)
+    """One command, which its arguments know, for the message of a mistake."""
+    description = f"{does[0].upper()}{does[1:]}."
+    command = commands.add_parser(name, help=does, description=description, epilog=more, formatter_class=Help)
+    command.set_defaults(parser=command)
+    return command

@@ -66,10 +66,12 @@ class Cron:
         return cls(" ".join(words), values)
 
     def matches(self, day: datetime) -> bool:
-        """Whether it has a time on this day. With both days restricted one of them is enough, as in every cron."""
+        """Whether it has a time on this day. With both days restricted one of them is enough, as in every cron; a star
+        with a step, such as `*/2`, counts as none for that.
+        """
         dates, months, weekdays = self.values[3:]
         in_date, in_week = day.day in dates, day.isoweekday() % 7 in weekdays
-        either = any_of(self.text.split()[3]) or any_of(self.text.split()[5])
+        either = is_open(self.text.split()[3]) or is_open(self.text.split()[5])
         return day.month in months and (in_date and in_week if either else in_date or in_week)
 
     def after(self, moment: datetime) -> Iterator[datetime]:
@@ -92,6 +94,11 @@ def any_of(word: str) -> bool:
     return word in ("*", "?")
 
 
+def is_open(word: str) -> bool:
+    """Whether a field of days says `*` or `?` anywhere, also with a step."""
+    return any(any_of(part.partition("/")[0]) for part in word.split(","))
+
+
 def allowed(word: str, field: Field, text: str) -> frozenset[int]:
     """The numbers that one field allows: `*`, `?`, `5`, `1-5`, `*/15`, `10-40/10`, and lists of these.
 
@@ -105,7 +112,7 @@ def allowed(word: str, field: Field, text: str) -> frozenset[int]:
         try:
             first = field.first if any_of(span) else number(low, field)
             last = number(high, field) if dash else field.last if any_of(span) or slash else first
-            numbers |= set(range(first, last + 1, int(step) if slash else 1))
+            numbers |= set(range(first, last + 1, decimal(step) if slash else 1))
             ok = field.first <= first <= last <= field.last
         except ValueError:
             ok = False
@@ -117,7 +124,18 @@ def allowed(word: str, field: Field, text: str) -> frozenset[int]:
 
 def number(word: str, field: Field) -> int:
     """A number or a name, such as `mon`."""
-    return field.first + field.words.index(word) if word in field.words else int(word)
+    return field.first + field.words.index(word) if word in field.words else decimal(word)
+
+
+def decimal(word: str) -> int:
+    """A number in digits alone: Python takes `-5`, `1_0` and those of other scripts too, and KFP does not.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not (word.isascii() and word.isdecimal()):
+        raise ValueError(word)
+    return int(word)
 
 
 def next_times(cron: Cron, count: int, now: datetime) -> Sequence[datetime]:

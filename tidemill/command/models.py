@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 from tidemill.chatter import diverted
+from tidemill.command.need import need_working_folder
 from tidemill.errors import ConfigError
 
 MAX_PORT = 65535
@@ -23,6 +24,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from tidemill.pipeline.provider import score
     from tidemill.run_file import load_config
 
+    need_working_folder()
     config = load_config(arguments.file, arguments.overrides)
     if config.data.held_out is None:
         raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 
 from tidemill.errors import RunError
 
@@ -11,6 +13,12 @@ def need_kfp() -> None:
     """Say what to install where KFP is missing."""
     if importlib.util.find_spec("kfp") is None:
         raise RunError("this command needs KFP: pip install 'tidemill[pipelines]'")
+
+
+def need_working_folder() -> None:
+    """Find reward functions that stand in the working directory, as `python -m` does and an installed command not."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def need_kubernetes() -> None:

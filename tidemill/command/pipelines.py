@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tidemill.command.arguments import PIPELINES
 from tidemill.command.need import need_kfp
 from tidemill.errors import ConfigError, RunError
 
@@ -21,17 +22,14 @@ def compile_pipeline(arguments: argparse.Namespace) -> int:
         fix = "The pipeline takes settings when it is run."
         raise ConfigError("override", arguments.overrides[0], "nothing without --manifests", fix)
     need_kfp()
+    name = arguments.pipeline or PIPELINES[0]
+    text = compiled(name)
     if not arguments.check:
-        path = arguments.output or f"{arguments.pipeline}.yaml"
-        compile_to(arguments.pipeline, Path(path))
-        print(f"wrote {path}")
+        write(arguments.output or f"{name}.yaml", text)
         return 0
-    with TemporaryDirectory() as folder:
-        fresh = Path(folder) / "pipeline.yaml"
-        compile_to(arguments.pipeline, fresh)
-        golden = Path(arguments.check)
-        if golden.is_file() and golden.read_text(encoding="utf-8") == fresh.read_text(encoding="utf-8"):
-            return 0
+    golden = Path(arguments.check)
+    if golden.is_file() and golden.read_text(encoding="utf-8") == text:
+        return 0
     raise RunError(f"{arguments.check} is out of date: run `make golden`")
 
 
@@ -39,32 +37,44 @@ def print_manifests(arguments: argparse.Namespace) -> int:
     """What a run makes in a Kubernetes cluster; nothing is sent.
 
     Raises:
-        ConfigError: --check is there too, or the file cannot be written.
+        ConfigError: options for the pipeline are there too, or the file cannot be written.
     """
     from tidemill.kuberay.show import manifests
     from tidemill.run_file import load_config
 
-    if arguments.check:
-        fix = "--check compares the pipeline."
-        raise ConfigError("check", arguments.check, "either --check or --manifests, not both", fix)
+    for option, value in (("--check", arguments.check), ("--pipeline", arguments.pipeline)):
+        if value is not None:
+            raise ConfigError(option, value, "nothing with --manifests", "Manifests are those of one run.")
     text = manifests(load_config(arguments.manifests, arguments.overrides))
     if arguments.output is None:
         print(text, end="")
-        return 0
-    try:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("output", arguments.output, "a file that can be written", f"{error}.") from error
-    print(f"wrote {arguments.output}")
+    else:
+        write(arguments.output, text)
     return 0
 
 
-def compile_to(pipeline: str, path: Path) -> None:
-    """Compile in a process of its own: only the pipelines know KFP."""
-    command = [sys.executable, "-m", "tidemill_pipelines.compile", pipeline, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunError(f"the pipeline cannot be written to {path}:\n{done.stderr.strip()}")
+def write(path: str, text: str) -> None:
+    """A file, and the word that it is there.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", path, "a file that can be written", f"{error}.") from error
+    print(f"wrote {path}")
+
+
+def compiled(pipeline: str) -> str:
+    """The YAML of a pipeline, made in a process of its own: only the pipelines know KFP."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "pipeline.yaml"
+        command = [sys.executable, "-m", "tidemill_pipelines.compile", pipeline, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RunError(f"the pipeline {pipeline} cannot be compiled:\n{done.stderr.strip()}")
+        return path.read_text(encoding="utf-8")
 
 
 def submit(arguments: argparse.Namespace) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.console import Console
 
-from tidemill.errors import ConfigError, RunError
-from tidemill.kuberay.attempts import WallClock
+from tidemill.errors import ClusterError, ConfigError, RunError, TidemillError
+from tidemill.kuberay.attempts import WallClock, has_ended
+from tidemill.kuberay.board import STOPPED, close
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of
-from tidemill.kuberay.names import STOP, attempt_of, selector
-from tidemill.kuberay.reap import Reaped, reap, sweep
+from tidemill.kuberay.names import STOP, selector
+from tidemill.kuberay.reap import reap, sweep
 from tidemill.kuberay.release import release_run
 from tidemill.kuberay.state import NODE_TYPE, seconds
 from tidemill.kuberay.status import look
@@ -49,13 +50,25 @@ def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> i
                 say(console, line)
         jobs = cluster.list(RAY_JOBS, selector(arguments.run))
         if pod is None and not jobs:
-            raise RunError(
-                f"run {arguments.run} has no pod any more; its log stands in the object store below "
-                f"runs/{arguments.run}/attempts/, and at the end of step `train`"
+            raise without_pods(cluster, arguments.run)
+        if pod is None and not arguments.follow:
+            say(
+                console,
+                f"{arguments.run} has written nothing yet; `tidemill status {arguments.run}` says what it waits for",
             )
         if not arguments.follow or not jobs:
             return 0
         time.sleep(FOLLOW_S)
+
+
+def without_pods(cluster: Cluster, run: str) -> TidemillError:
+    """Why there is nothing to show of a run: it is over, or there is none of this name."""
+    if not look(cluster, run, time.time()):
+        return unknown(cluster, run)
+    return RunError(
+        f"run {run} has no pod any more; its log stands in the object store below runs/{run}/attempts/, and at the end "
+        "of step `train`"
+    )
 
 
 def lines_of(cluster: Cluster, pod: str, *, follow: bool) -> Iterable[str]:
@@ -73,43 +86,60 @@ def driver_pod(cluster: Cluster, run: str) -> Object | None:
 
 def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
     """Have a run end after a checkpoint; with `--now` delete it."""
-    jobs = cluster.list(RAY_JOBS, selector(arguments.run))
-    if not jobs:
-        raise unknown(cluster, arguments.run)
-    if arguments.now:
-        release_run(cluster, arguments.run, None, WallClock())
-        say(console, f"{arguments.run} is deleted; its newest checkpoint is kept")
+    run = arguments.run
+    found = look(cluster, run, time.time())
+    if not found:
+        raise unknown(cluster, run)
+    if found[0].over and (found[0].state is None or not arguments.now):
+        kept = "" if found[0].state is None else "; `--now` deletes its cluster at once"
+        say(console, f"{run} is over: {found[0].progress()}{kept}")
         return 0
-    job = max(jobs, key=lambda job: attempt_of(labels_of(job)))
-    if STOP not in annotations_of(job):
-        cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: arguments.reason}}})
+    if arguments.now:
+        release_run(cluster, run, None, WallClock())
+        say(console, f"{run} is deleted; its newest checkpoint is kept")
+        return 0
+    ask_to_stop(cluster, run, arguments.reason)
     say(
         console,
-        f"{arguments.run} ends after the step under way, with a checkpoint and a model; `tidemill status "
-        f"{arguments.run}` shows how far it is, `--now` deletes it at once",
+        f"{run} ends after the step under way, with a checkpoint and a model; `tidemill status {run}` shows how far it "
+        "is, `--now` deletes it at once",
     )
+    if found[0].unwatched:
+        say(console, "but nobody watches it now: it hears of that when step `train` runs again; `--now` does not wait")
     return 0
+
+
+def ask_to_stop(cluster: Cluster, run: str, reason: str) -> None:
+    """Tell whoever watches a run that it is to end, also one who is between two attempts.
+
+    Raises:
+        ClusterError: he is, and we may not write where he looks then.
+    """
+    noted = close(cluster, run, **{STOPPED: reason})
+    jobs = [job for job in cluster.list(RAY_JOBS, selector(run)) if not has_ended(job)]
+    for job in jobs:
+        if STOP not in annotations_of(job):
+            cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: reason}}})
+    if not (noted or jobs):
+        fix = "Ask for that right, or again once the next attempt has begun"
+        raise ClusterError(f"{run} is between two attempts, and only who may patch configmaps stops it there. {fix}.")
 
 
 def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
-    """Delete what nobody looks after; what KFP has to be asked for comes last, because it may not answer."""
+    """Delete what nobody looks after, and old notes."""
     from tidemill.kuberay.kfp_runs import KfpRuns
 
     now, age, dry = time.time(), arguments.older_than * MINUTE_S, arguments.dry_run
-    reaped = reap(cluster, age, now, dry_run=dry)
-    tell(console, reaped, dry_run=dry)
-    if arguments.endpoint:
-        more = reap(cluster, age, now, KfpRuns(arguments.endpoint).is_over, dry_run=dry)
-        tell(console, [job for job in more if job not in reaped], dry_run=dry)
     if not dry:
         sweep(cluster, now)
+    is_over = KfpRuns(arguments.endpoint).is_over if arguments.endpoint else None
+    found = False
+    for job in reap(cluster, age, now, is_over, dry_run=dry):
+        found = True
+        say(console, f"{'would delete' if dry else 'deleted'} {job.name}: {job.reason}")
+    if not found:
+        say(console, f"nothing to delete in namespace {cluster.namespace}")
     return 0
-
-
-def tell(console: Console, reaped: Sequence[Reaped], *, dry_run: bool) -> None:
-    """What was deleted, and why."""
-    for job in reaped:
-        say(console, f"{'would delete' if dry_run else 'deleted'} {job.name}: {job.reason}")
 
 
 def say(console: Console, line: str) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from tidemill.command.need import need_kfp
+from tidemill.command.need import need_kfp, need_working_folder
 from tidemill.errors import ConfigError
 
 
@@ -58,6 +58,7 @@ def train(arguments: argparse.Namespace) -> int:
     """The engine alone."""
     from tidemill.run_file import load_config
 
+    need_working_folder()
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
     config = load_config(arguments.file, [*provider, *arguments.overrides])
     from tidemill.local.attendance import attend
@@ -69,19 +70,24 @@ def train(arguments: argparse.Namespace) -> int:
 
 def timeline(arguments: argparse.Namespace) -> int:
     """The picture of a run, or its trace."""
-    from tidemill.observe.events import read_events
+    from tidemill.observe.events import past_events
     from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
 
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
     events = folder / "events.jsonl"
     if not events.is_file():
-        raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", f"There is no {events}.")
-    activities = last_steps(newest_attempt(read_events(events)), arguments.last)
+        found = ", ".join(sorted(file.parent.name for file in Path("runs").glob("*/events.jsonl"))) or "none"
+        fix = f"There is no {events}; runs/ has {found}."
+        raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", fix)
+    activities = last_steps(newest_attempt(past_events(events)), arguments.last)
     path = Path(arguments.output or folder / "timeline.svg")
     draw = {".svg": svg, ".json": trace}.get(path.suffix)
     if draw is None:
-        raise ConfigError("output", str(path), "a name that ends in .svg or .json", "The end chooses the format.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(draw(activities), encoding="utf-8")
+        raise ConfigError("--output", str(path), "a name that ends in .svg or .json", "The end chooses the format.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(draw(activities), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", str(path), "a file that can be written", f"{error}.") from error
     print(f"wrote {path}: {len(activities)} steps, engines generate during {overlap(activities):.0%} of the updates")
     return 0

@@ -20,10 +20,11 @@ from rich.console import Console
 
 from tidemill.command.cron import Cron, next_times
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, RunError
+from tidemill.errors import ConfigError, RunError, StoreError
 from tidemill.kuberay.show import manifests
-from tidemill.pipeline.request import Request, mark
+from tidemill.pipeline.request import MARK, Request, entries, mark
 from tidemill.pipeline.sweep import variants
+from tidemill.rollout.sources import load_rows
 from tidemill.run_file import load_config
 from tidemill.store.inputs import local_files, ship
 
@@ -32,6 +33,12 @@ ENDPOINT = "KF_PIPELINES_ENDPOINT"
 OUTPUT = "/tmp/tidemill"
 """Folder of the run in a step's pod, whatever its image; what is to stay goes to the store."""
 SHOWN_TIMES = 3
+SEEN = " --store-endpoint says where it is seen from here, such as http://127.0.0.1:9000 behind"
+FORWARD = "port-forward svc/store 9000."
+SOME_RUN = "0" * MARK
+"""Stands for the id of the KFP run, to see whether a run's name has room for it."""
+STORED = ("/", ".jsonl", ".parquet")
+"""How a folder or a file of prompts in the store ends."""
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -43,17 +50,27 @@ def submit(arguments: argparse.Namespace) -> int:
         return 0
     made = call("run", order(arguments, parameters, arguments.resume or config.name, config))
     run = arguments.resume or f"{config.name}-{mark(made['id'])}"
-    for line in (f"run {run}: {made['page']}", f"tidemill status {run}, tidemill logs {run}, tidemill stop {run}"):
+    for line in (f"run {run}: {made['page']}", how_to_watch(run, parameters.get("variants"))):
         console.print(line, markup=False)
-    return wait(made["id"], run, arguments, console) if arguments.wait else 0
+    return wait(made["id"], run, parameters.get("variants"), arguments, console) if arguments.wait else 0
 
 
-def wait(key: str, run: str, arguments: argparse.Namespace, console: Console) -> int:
+def how_to_watch(run: str, variants: str | None) -> str:
+    """The commands for a run; those for the runs of a sweep, which itself has no cluster."""
+    if variants is None:
+        return f"tidemill status {run}, tidemill logs {run}, tidemill stop {run}"
+    last = len(entries("variants", variants))
+    return (
+        f"its runs are {run}-v1 to {run}-v{last}: tidemill status all, tidemill logs {run}-v1, tidemill stop {run}-v1"
+    )
+
+
+def wait(key: str, run: str, variants: str | None, arguments: argparse.Namespace, console: Console) -> int:
     """Wait for the end of a run; returns 0 if it succeeded."""
     try:
         state = call("wait", {"id": key, **reach(arguments)})["state"]
     except KeyboardInterrupt:
-        console.print(f"the run goes on; `tidemill stop {run}` ends it", markup=False)
+        console.print(f"the run goes on: {how_to_watch(run, variants)}", markup=False)
         raise
     console.print(f"run {run}: {state}", markup=False)
     return 0 if state == "SUCCEEDED" else 1
@@ -62,17 +79,17 @@ def wait(key: str, run: str, arguments: argparse.Namespace, console: Console) ->
 def schedule(arguments: argparse.Namespace) -> int:
     """Start, list or delete schedules; returns the exit status."""
     console = Console(soft_wrap=True, highlight=False)
+    check_schedule(arguments)
     if arguments.list:
-        for row in call("schedules", reach(arguments))["schedules"]:
-            console.print(f"{row['name']}  {row['cron']}  {row['mode']}", markup=False)
+        rows = call("schedules", reach(arguments))["schedules"]
+        lines = [f"{row['name']}  {row['cron']}  {row['mode']}" for row in rows]
+        for line in lines or ["KFP has no schedule"]:
+            console.print(line, markup=False)
         return 0
     if arguments.delete:
         call("delete", {"name": arguments.delete, **reach(arguments)})
         console.print(f"deleted the schedule {arguments.delete}; runs that it started go on", markup=False)
         return 0
-    if not (arguments.file and arguments.cron):
-        fix = 'For example: tidemill schedule run.yaml --cron "0 2 * * *"'
-        raise ConfigError("schedule", arguments.file, "a run file with --cron, or --list, or --delete NAME", fix)
     cron, config = Cron.parse(arguments.cron), configured(arguments)
     parameters = parameters_of(config, arguments)
     made = call("schedule", {"cron": cron.text, **order(arguments, parameters, arguments.name or config.name, config)})
@@ -83,11 +100,31 @@ def schedule(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check_schedule(arguments: argparse.Namespace) -> None:
+    """Refuse to do two things at once, or nothing.
+
+    Raises:
+        ConfigError: not exactly one of a run file with --cron, --list and --delete is there.
+    """
+    asked = {
+        "a run file": arguments.file,
+        "--cron": arguments.cron,
+        "--list": arguments.list,
+        "--delete": arguments.delete,
+    }
+    given = [name for name, value in asked.items() if value]
+    if given not in (["a run file", "--cron"], ["--list"], ["--delete"]):
+        fix = 'For example: tidemill schedule run.yaml --cron "0 2 * * *"'
+        allowed = "a run file with --cron, or --list, or --delete NAME"
+        raise ConfigError("schedule", " with ".join(given) or None, allowed, fix)
+
+
 def configured(arguments: argparse.Namespace) -> RunConfig:
     """The settings of a run that can go on in a cluster.
 
     Raises:
         ConfigError: they say something that a cluster does not have.
+        DataError: a file of prompts is not there or broken.
     """
     config = load_config(arguments.file, arguments.overrides)
     if config.cluster.provider != "kuberay":
@@ -96,7 +133,25 @@ def configured(arguments: argparse.Namespace) -> RunConfig:
     if Path(config.model).expanduser().is_dir():
         fix = "Upload the folder to the store and name it there."
         raise ConfigError("model", config.model, "s3://BUCKET/PREFIX, models:/NAME/VERSION or a Hugging Face name", fix)
+    for key, path in local_files(config).items():
+        load_rows(str(path), config.data, f"data.{key}")
+    check_learning(config, arguments)
     return config
+
+
+def check_learning(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Refuse a sweep or continual training whose first step would refuse it, perhaps at night.
+
+    Raises:
+        ConfigError: there are no prompts to compare on, or pods do not see the new ones.
+    """
+    prompts = arguments.prompts
+    if (arguments.variants or prompts) and config.data.held_out is None:
+        fix = "Name a file: the scores on it decide which model is better."
+        raise ConfigError("data.held_out", None, "held-out prompts with --variants and --prompts", fix)
+    if prompts and ("://" not in prompts or (prompts.startswith("s3://") and not prompts.endswith(STORED))):
+        fix = "Pods see no file of this machine, and a folder of the store has a slash at its end."
+        raise ConfigError("--prompts", prompts, "s3://BUCKET/PREFIX/, or any source that data.train may be", fix)
 
 
 def parameters_of(config: RunConfig, arguments: argparse.Namespace) -> dict[str, str]:
@@ -111,9 +166,12 @@ def parameters_of(config: RunConfig, arguments: argparse.Namespace) -> dict[str,
         raise ConfigError("--variants", arguments.variants, "without --prompts", fix)
     own |= {"run_name": arguments.resume} if arguments.command == "submit" else {}
     own |= {"steps_image": arguments.steps_image, "store_secret": config.kubernetes.store_secret}
-    parameters = {"config": text_of(config), **{name: value for name, value in own.items() if value}}
+    parameters = {"config": text_of(config), **{name: value for name, value in own.items() if value is not None}}
+    asked = Request(parameters["config"], run_name=parameters.get("run_name", ""), kfp_run=SOME_RUN)
     if "variants" in parameters:
-        list(variants(Request(parameters["config"]), parameters["variants"]))
+        list(variants(asked, parameters["variants"]))
+    else:
+        asked.settings()
     return parameters
 
 
@@ -172,7 +230,11 @@ def reach(arguments: argparse.Namespace) -> dict[str, Any]:
 def order(arguments: argparse.Namespace, parameters: Mapping[str, str], name: str, config: RunConfig) -> dict[str, Any]:
     """What KFP is asked for; the files of prompts are uploaded on the way."""
     kfp = reach(arguments)
-    shipped = text_of(ship(config, arguments.store_endpoint))
+    try:
+        shipped = text_of(ship(config, arguments.store_endpoint))
+    except StoreError as error:
+        place = "" if arguments.store_endpoint else f"{SEEN} kubectl -n {config.kubernetes.namespace} {FORWARD}"
+        raise StoreError(f"prompts that are files of this machine cannot be uploaded: {error}{place}") from error
     return {
         **kfp,
         "pipeline": pipeline_of(arguments),

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tidemill.config import RunConfig
-from tidemill.errors import RunError
+from tidemill.errors import ConfigError, RunError
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, labels_of, name_of
 from tidemill.kuberay.manifest import ray_job
-from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, attempt_of, job_name, selector
+from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, attempt_of, job_name, selector
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.schema import check
 from tidemill.store.attempt import newest_attempt
@@ -23,6 +23,7 @@ from tidemill.store.object_store import ObjectStore
 REMOVAL_TIMEOUT_S = 300.0
 """Longer than pods get to end, 30 s, and KubeRay to look."""
 POLL_S = 2.0
+T = TypeVar("T")
 ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
 
 
@@ -96,7 +97,7 @@ class Attempts:
         """Make the RayJob of an attempt, or take over the one that is there; one on its way out is waited for.
 
         Raises:
-            ConfigError: the settings make a RayJob that the cluster would refuse.
+            ConfigError: the settings make a RayJob that the cluster would refuse, or something else has its name.
             RunError: the old one does not go.
         """
         owner = self.owner
@@ -106,6 +107,9 @@ class Attempts:
         manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"}
         check(manifest)
         found = self.cluster.create(RAY_JOBS, manifest)
+        if labels_of(found).get(RUN_LABEL) != self.config.name:
+            fix = f"{name_of(found)} in namespace {self.cluster.namespace} is of something else: take another name."
+            raise ConfigError("name", self.config.name, "a name whose RayJobs are its own", fix)
         if found["metadata"].get("deletionTimestamp"):
             self.wait_until_gone([number])
             found = self.cluster.create(RAY_JOBS, manifest)
@@ -122,7 +126,7 @@ class Attempts:
 
     def remove(self, number: int) -> None:
         """Delete the RayJob of an attempt and wait until nothing of it holds a GPU."""
-        self.cluster.delete(RAY_JOBS, job_name(self.config.name, number))
+        patiently(lambda: self.cluster.delete(RAY_JOBS, job_name(self.config.name, number)), self.clock)
         self.wait_until_gone([number])
 
     def wait_until_gone(self, numbers: Sequence[int]) -> None:
@@ -138,6 +142,23 @@ class Attempts:
         wait_until_none(self.cluster, selector(self.config.name), ours, self.clock)
 
 
+def patiently(ask: Callable[[], T], clock: Clock) -> T:
+    """An answer of the cluster to what may be asked again, also where it is away for some minutes: what gives GPUs back
+    gives up last.
+
+    Raises:
+        RunError: it is away for longer than `REMOVAL_TIMEOUT_S`.
+    """
+    deadline = clock.time() + REMOVAL_TIMEOUT_S
+    while True:
+        try:
+            return ask()
+        except RunError:
+            if clock.time() > deadline:
+                raise
+            clock.sleep(POLL_S)
+
+
 def has_ended(job: Object) -> bool:
     """Whether a RayJob is over for KubeRay, which then takes its cluster away, and never the job itself."""
     return (job.get("status") or {}).get("jobDeploymentStatus") in ENDED
@@ -151,13 +172,13 @@ def wait_until_none(cluster: Cluster, chosen: str, ours: Callable[[Object], bool
     Raises:
         RunError: naming what is left after `REMOVAL_TIMEOUT_S`.
     """
+
+    def look() -> list[str]:
+        things = [(kind, thing) for kind in (RAY_JOBS, PODS) for thing in cluster.list(kind, chosen)]
+        return [f"{kind.plural}/{name_of(thing)}" for kind, thing in things if ours(thing)]
+
     deadline = clock.time() + REMOVAL_TIMEOUT_S
-    while left := [
-        f"{kind.plural}/{name_of(thing)}"
-        for kind in (RAY_JOBS, PODS)
-        for thing in cluster.list(kind, chosen)
-        if ours(thing)
-    ]:
+    while left := patiently(look, clock):
         if clock.time() > deadline:
             raise RunError(
                 f"still there {REMOVAL_TIMEOUT_S:.0f} s after it was deleted: {', '.join(left)}. Look whether the "

@@ -83,7 +83,13 @@ def meter_key(run: str) -> str:
 def load(store: ObjectStore, run: str) -> Meter:
     """The count as it was last saved; an empty one for a new run."""
     key = meter_key(run)
-    return Meter.from_json(store.get_bytes(key).decode()) if store.exists(key) else Meter()
+    if not store.exists(key):
+        return Meter()
+    text = store.get_bytes(key).decode(errors="replace")
+    try:
+        return Meter.from_json(text)
+    except StoreError as error:
+        raise StoreError(f"{store.uri(key)}: {error}. Delete it to count from nothing.") from error
 
 
 def save(meter: Meter, store: ObjectStore, run: str) -> None:

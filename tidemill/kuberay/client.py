@@ -24,6 +24,9 @@ BUSY = frozenset({429, 500, 502, 503, 504})
 PATIENCE = urllib3.Retry(5, backoff_factor=0.5, status_forcelist=BUSY, allowed_methods=None, raise_on_status=False)
 """Some 15 s. Whatever we ask may be asked twice: a creation that is repeated finds what the first one made."""
 PAGE = 500
+TRIES = 3
+PASSING = BUSY | {408, 409, 410}
+"""Answers after which the same may be asked again."""
 NO_LOG = (400, 404)  # of a pod that is gone, or whose container has not started
 
 
@@ -55,21 +58,22 @@ class KubernetesCluster:
             else:
                 load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
         except (ConfigException, OSError, ValueError) as error:
-            fix = f"{error}. Name the cluster's kubeconfig in KUBECONFIG."
+            fix = f"{str(error).rstrip('.')}. Name the cluster's kubeconfig in KUBECONFIG."
             found = os.environ.get("KUBECONFIG")
             raise ConfigError("KUBECONFIG", found, "a kubeconfig that can be read", fix) from error
         return cls(namespace, ApiClient(configuration), patience)
 
     def create(self, kind: Kind, manifest: Object) -> Object:
         """See `Cluster.create`."""
-        status, body = self.ask("POST", kind, body=manifest)
-        if status == 409:
+        for _ in range(TRIES):
+            status, body = self.ask("POST", kind, body=manifest)
+            if reason_of(body) != "AlreadyExists":
+                made: Object = self.expect(status, body, f"create {kind}", kind)
+                return made
             found = self.get(kind, name_of(manifest))
-            if found is None:
-                raise RunError(f"{kind} {name_of(manifest)} was deleted while it was looked at")
-            return found
-        made: Object = self.expect(status, body, f"create {kind}", kind)
-        return made
+            if found is not None:
+                return found
+        raise RunError(f"{kind} {name_of(manifest)} was deleted {TRIES} times while it was looked at")
 
     def get(self, kind: Kind, name: str) -> Object | None:
         """See `Cluster.get`."""
@@ -85,6 +89,9 @@ class KubernetesCluster:
         query = {"labelSelector": selector, "limit": str(PAGE)}
         while True:
             status, body = self.ask("GET", kind, query=query)
+            if status == 410 and "continue" in query:  # the list is too old to go on with
+                del found[:], query["continue"]
+                continue
             page = self.expect(status, body, f"list {kind}", kind)
             found.extend(page["items"])
             query["continue"] = page["metadata"].get("continue", "")
@@ -124,6 +131,8 @@ class KubernetesCluster:
                 yield from (line.decode(errors="replace") for line in lines)
             if rest:
                 yield rest.decode(errors="replace")
+        except HTTPError as error:
+            raise RunError(f"the log of pod {pod} broke off: {error}") from error
         finally:
             response.release_conn()
 
@@ -223,9 +232,11 @@ class KubernetesCluster:
             raise ClusterError(f"the Kubernetes API server at {host} does not know us: {said}. Renew the credentials.")
         if status == 403 and "exceeded quota" in said:
             raise ClusterError(f"namespace {self.namespace} has no room: {said}")
+        if status == 403 and "being terminated" in said:
+            raise ClusterError(f"namespace {self.namespace} is being deleted: {said}. Make it anew, or take another.")
         if status == 403:
             raise ClusterError(f"no permission to {what} in namespace {self.namespace}: {said}. k8s/ has the role.")
-        if status in BUSY:
+        if status in PASSING:
             raise RunError(f"cannot {what}: the Kubernetes API server at {host} answers {status}: {said}")
         raise ClusterError(f"cannot {what} in namespace {self.namespace}: {said} ({status})")
 
@@ -238,6 +249,15 @@ def is_gone(status: int, text: str) -> bool:
         return bool(json.loads(text).get("details", {}).get("name"))
     except (ValueError, AttributeError):
         return False  # a page of the server's own, as for an address that it does not know
+
+
+def reason_of(text: str) -> str:
+    """The one word by which the API server says why it refuses; "" where it does not."""
+    try:
+        answer = json.loads(text)
+        return str(answer.get("reason", "")) if answer.get("kind") == "Status" else ""
+    except (ValueError, AttributeError):
+        return ""
 
 
 def message_of(text: str) -> str:

@@ -52,7 +52,8 @@ class Ending:
                 f"RayJob {name} was deleted from outside, as by `tidemill stop --now`. Submit the run again to go on "
                 "from its newest checkpoint."
             )
-        log = self.last_words(attempt.number) if state.phase in (Phase.RUNNING, Phase.FAILED) else ""
+        unheard = state.phase in (Phase.RUNNING, Phase.FAILED) and "\n" not in reason  # else it has the driver's words
+        log = self.last_words(attempt.number) if unheard else ""
         told = f"{reason}\n{log}" if log else reason
         if state.passing or (state.fatal is None and state.phase is not Phase.SUCCEEDED):
             return RunError(told)

@@ -138,16 +138,21 @@ class FakeCluster:
 
     def may(self, verb: str, kind: Kind) -> bool:
         """See `Cluster.may`."""
+        self.answer()
         return (verb, kind) not in self.forbidden
 
     def admit(self, verb: str, kind: Kind) -> None:
         """Refuse what a real API server would refuse."""
-        if self.away:
-            raise RunError("the Kubernetes API server at https://fake does not answer: connection refused")
+        self.answer()
         if kind in self.missing:
             raise ClusterError(f"the cluster knows no {kind}: install {kind.belongs_to}")
         if (verb, kind) in self.forbidden:
             raise ClusterError(f"no permission to {verb} {kind} in namespace {self.namespace}")
+
+    def answer(self) -> None:
+        """Be there, or not."""
+        if self.away:
+            raise RunError("the Kubernetes API server at https://fake does not answer: connection refused")
 
 
 def merge(thing: Thing, change: Mapping[str, Any]) -> None:

@@ -95,6 +95,7 @@ class SecurityContext(Kind):
     allow_privilege_escalation: bool = False
     run_as_non_root: bool = True
     capabilities: Capabilities = Capabilities(drop=["ALL"])
+    read_only_root_filesystem: bool | None = None
 
 
 class SeccompProfile(Kind):
@@ -185,6 +186,7 @@ class PodSpec(Kind):
     enable_service_links: bool = False
     restart_policy: RestartPolicy = "Never"
     termination_grace_period_seconds: int | None = None
+    share_process_namespace: bool | None = None
     security_context: PodSecurityContext
     image_pull_secrets: list[Named] | None = None
     priority_class_name: str | None = None

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.observe.events import Event, EventLog, StepFinished, parse_line
+from tidemill.errors import StoreGapError
+from tidemill.observe.events import Event, EventLog, Notice, StepFinished, parse_line
 from tidemill.observe.progress import Progress
 from tidemill.store.attempt import Attempt
 from tidemill.store.journal import JournalReader
@@ -58,13 +59,22 @@ class Mirror:
         offset = earlier["offset"] if earlier.get("attempt") == attempt.number else 0
         return cls(JournalReader(store, attempt.events, offset), screen, mark, attempt.number)
 
+    def read(self) -> bytes:
+        """What is new; events that are missing are told of and passed over, the run has them behind it."""
+        try:
+            return self.reader.read()
+        except StoreGapError as gap:
+            self.screen.tell(Notice(f"{gap}; the log goes on behind them"))
+            self.reader.offset, self.rest = gap.end, b""
+            return b""
+
     def catch_up(self) -> None:
         """Tell what has happened since the last call.
 
         Raises:
             StoreError: the store cannot be reached.
         """
-        *lines, self.rest = (self.rest + self.reader.read()).split(b"\n")
+        *lines, self.rest = (self.rest + self.read()).split(b"\n")
         for line in lines:
             self.lines += 1
             if line:

@@ -44,8 +44,8 @@ def job_name(run: str, attempt: int) -> str:
 
 
 def selector(run: str | None = None) -> str:
-    """Label selector of the objects of one run, or of all."""
-    return f"{PART_OF}={TIDEMILL}" + (f",{RUN_LABEL}={run}" if run else "")
+    """Label selector of the objects of one run, or of all; a name that is empty, such as of a variable, is no run's."""
+    return f"{PART_OF}={TIDEMILL}" + ("" if run is None else f",{RUN_LABEL}={run}")
 
 
 def attempt_of(labels: Mapping[str, str]) -> int:

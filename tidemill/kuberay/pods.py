@@ -27,6 +27,7 @@ from tidemill.kuberay.kinds import (
     Port,
     Resources,
     SecretKey,
+    SecurityContext,
     ValueFrom,
     Volume,
     VolumeMount,
@@ -112,6 +113,7 @@ def submitter_template(config: RunConfig, labels: Labels, entrypoint: str) -> Po
         command=COMMAND,
         env=variables({JOB: job}),
         resources=SUBMITTER,
+        security_context=SecurityContext(read_only_root_filesystem=True),
         volume_mounts=[TEMPORARY, WORKING],
     )
     spec = pod(config, container, folders(None), config.kubernetes.trainer_priority_class)
@@ -136,11 +138,14 @@ def pod(config: RunConfig, container: Container, volumes: list[Volume], priority
 
 
 def worker(config: RunConfig, container: Container, shared_memory_gib: int, priority_class: str | None) -> PodSpec:
-    """A pod on the nodes that the run wants."""
+    """A pod on the nodes that the run wants.
+
+    KubeRay has it wait for the head in a shell, which as the first process of its namespace would not hear that it is
+    to end, and hold its GPUs for all of the grace period.
+    """
     spec = pod(config, container, folders(shared_memory_gib), priority_class)
-    return spec.model_copy(
-        update={"node_selector": node_labels(config) or None, "tolerations": tolerations(config) or None}
-    )
+    where = {"node_selector": node_labels(config) or None, "tolerations": tolerations(config) or None}
+    return spec.model_copy(update={**where, "share_process_namespace": True})
 
 
 def unhurried(spec: PodSpec) -> PodSpec:

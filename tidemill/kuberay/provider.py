@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from tidemill.config import RunConfig
+from tidemill.errors import TidemillError
 from tidemill.kuberay import budget
 from tidemill.kuberay.access import check_access
 from tidemill.kuberay.attempts import Attempts, WallClock
@@ -36,8 +37,13 @@ class KubernetesProvider:
     config: RunConfig
 
     def check(self) -> None:
-        """See that the cluster has what the run needs, and lets us use it."""
-        check_access(self.config, self.cluster())
+        """See that the cluster has what the run needs, and lets us use it; `tidemill status` too says why not."""
+        cluster = self.cluster()
+        try:
+            check_access(self.config, cluster)
+        except TidemillError as error:
+            Board(cluster, self.config.name, Owner(this_kfp_run())).fail(error, updated=f"{WallClock().time():.0f}")
+            raise
 
     def provision(self, log: EventLog) -> dict[str, Any]:
         """Have the Ray cluster made, or find the one that is there."""

@@ -6,9 +6,10 @@ that owns it is gone. One that has ended by itself holds nothing once its time t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.attempts import has_ended
 from tidemill.kuberay.cluster import (
     CONFIG_MAPS,
@@ -41,8 +42,8 @@ class Reaped:
 
 def reap(
     cluster: Cluster, older_than_s: float, now: float, is_over: IsOver | None = None, *, dry_run: bool = False
-) -> Sequence[Reaped]:
-    """Delete the RayJobs of a namespace that nobody looks after.
+) -> Iterator[Reaped]:
+    """Delete the RayJobs of a namespace that nobody looks after, and tell of each.
 
     Args:
         cluster: where.
@@ -52,25 +53,31 @@ def reap(
         dry_run: only find them.
 
     Raises:
-        ClusterError, RunError: the cluster refuses us, or cannot be reached.
+        ClusterError, RunError: the cluster or KFP refuses us, or cannot be reached; where that concerns some of the
+            RayJobs, the others are done first.
     """
-    found = list(forsaken(cluster, older_than_s, now, is_over))
-    for job in () if dry_run else found:
-        cluster.delete(RAY_JOBS, job.name)
-    return found
-
-
-def forsaken(cluster: Cluster, older_than_s: float, now: float, is_over: IsOver | None) -> Iterator[Reaped]:
-    """RayJobs without anybody, and why."""
+    unknown: list[ClusterError | RunError] = []
     for job in cluster.list(RAY_JOBS, selector()):
-        if job["metadata"].get("deletionTimestamp"):
-            continue
-        if has_ended(job):
-            reason = stale(job, now)
+        try:
+            reason = forsaken(cluster, job, older_than_s, now, is_over)
+            if reason is not None and not dry_run:
+                cluster.delete(RAY_JOBS, name_of(job))
+        except (ClusterError, RunError) as error:
+            unknown.append(error)
         else:
-            reason = silent(job, older_than_s, now) or orphaned(cluster, job) or finished(job, is_over)
-        if reason is not None:
-            yield Reaped(name_of(job), reason)
+            if reason is not None:
+                yield Reaped(name_of(job), reason)
+    if unknown:
+        raise unknown[0]
+
+
+def forsaken(cluster: Cluster, job: Object, older_than_s: float, now: float, is_over: IsOver | None) -> str | None:
+    """Why nobody looks after a RayJob, None if somebody does, or it is on its way out."""
+    if job["metadata"].get("deletionTimestamp"):
+        return None
+    if has_ended(job):
+        return stale(job, now)
+    return silent(job, older_than_s, now) or orphaned(cluster, job) or finished(job, is_over)
 
 
 def sweep(cluster: Cluster, now: float) -> None:
@@ -94,9 +101,14 @@ def stale(job: Object, now: float) -> str | None:
 
 
 def silent(job: Object, older_than_s: float, now: float) -> str | None:
-    """Why a job counts as unwatched, None if it does not."""
+    """Why a job counts as unwatched, None if it does not.
+
+    A sign of life that lies as far in the future is none: the clock that it was made by is wrong, and for how long it
+    was not made any more cannot be known.
+    """
     beat = annotations_of(job).get(HEARTBEAT, "")
-    last = float(beat) if beat.isdecimal() else seconds(job["metadata"]["creationTimestamp"])
+    heard = float(beat) if beat.isdecimal() else 0.0
+    last = heard if 0 < heard < now + older_than_s else seconds(job["metadata"]["creationTimestamp"])
     if now - last < older_than_s:
         return None
     return f"its watcher gave no sign of life for {(now - last) / MINUTE_S:.0f} min"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tidemill.kuberay.attempts import Clock, WallClock, wait_until_none
+from tidemill.kuberay.attempts import Clock, WallClock, patiently, wait_until_none
+from tidemill.kuberay.board import close
 from tidemill.kuberay.cluster import RAY_JOBS, Cluster, Object, labels_of, name_of
-from tidemill.kuberay.names import KFP_RUN_LABEL, selector
+from tidemill.kuberay.names import KFP_RUN_LABEL, RUN_LABEL, selector
 
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """What a pod of a cluster finds its namespace in."""
+GIVEN_BACK = "the run was given back, as by its exit handler or `tidemill stop --now`"
 
 
 def release_run(cluster: Cluster, run: str, kfp_run: str | None, clock: Clock) -> bool:
@@ -32,39 +34,58 @@ def release_run(cluster: Cluster, run: str, kfp_run: str | None, clock: Clock) -
     def ours(thing: Object) -> bool:
         return kfp_run is None or labels_of(thing).get(KFP_RUN_LABEL, kfp_run) == kfp_run
 
+    patiently(lambda: close(cluster, run, ended=GIVEN_BACK, ended_of=kfp_run or ""), clock)
     release(cluster, selector(run), ours, clock)
     return not cluster.list(RAY_JOBS, selector(run))
 
 
 def release_pipeline(cluster: Cluster, kfp_run: str, clock: Clock) -> None:
-    """Delete the RayJobs of a pipeline run, whatever they are called.
+    """Delete the RayJobs of a pipeline run, whatever they are called; where we may not look, nothing is ours.
 
     Raises:
         RunError: something is still there after some minutes.
     """
-    release(cluster, f"{selector()},{KFP_RUN_LABEL}={kfp_run}", lambda thing: True, clock)
+    if not cluster.may("list", RAY_JOBS):
+        return
+    chosen = f"{selector()},{KFP_RUN_LABEL}={kfp_run}"
+
+    def close_all() -> None:
+        for run in {labels_of(job)[RUN_LABEL] for job in cluster.list(RAY_JOBS, chosen)}:
+            close(cluster, run, ended=GIVEN_BACK, ended_of=kfp_run)
+
+    patiently(close_all, clock)
+    release(cluster, chosen, lambda thing: True, clock)
 
 
 def release(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock: Clock) -> None:
     """Delete RayJobs and wait for what they own."""
-    for job in cluster.list(RAY_JOBS, chosen):
-        if ours(job):
-            cluster.delete(RAY_JOBS, name_of(job))
+
+    def delete() -> None:
+        for job in cluster.list(RAY_JOBS, chosen):
+            if ours(job):
+                cluster.delete(RAY_JOBS, name_of(job))
+
+    patiently(delete, clock)
     wait_until_none(cluster, chosen, ours, clock)
 
 
-def release_this_pipeline(kfp_run: str) -> None:
-    """Give back what a pipeline run holds whose settings cannot be read; nothing outside of a cluster.
+def release_this_pipeline(kfp_run: str, namespaces: Collection[str]) -> None:
+    """Give back what a pipeline run holds, whatever its settings say by now; nothing outside of a cluster.
+
+    Args:
+        kfp_run: its id.
+        namespaces: where to look besides the namespace of this pod.
 
     Raises:
         RunError: something is still there after some minutes.
     """
-    namespace = own_namespace()
-    if namespace is None or not kfp_run:
+    own = own_namespace()
+    if own is None or not kfp_run:
         return
     from tidemill.kuberay.client import KubernetesCluster
 
-    release_pipeline(KubernetesCluster.connect(namespace), kfp_run, WallClock())
+    for namespace in sorted({own, *namespaces}):
+        release_pipeline(KubernetesCluster.connect(namespace), kfp_run, WallClock())
 
 
 def own_namespace() -> str | None:

@@ -12,13 +12,17 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+from tidemill.failure import HOPELESS
 from tidemill.kuberay.cluster import Object, labels_of, name_of
+from tidemill.kuberay.driver_log import end_of_driver
 
 NODE_TYPE = "ray.io/node-type"
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 GRACE_S = 45.0
 """A pod without image or node for so long is not waited for any more, where nothing says that it may still get it."""
+CONFIG_GRACE_S = 30.0
+"""The same for a secret that is not there: it comes in time or not at all."""
 HEAD_GRACE_S = 120.0
 """So long may a head pod not answer its probes."""
 IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
@@ -137,6 +141,10 @@ def ended(status: Mapping[str, Any]) -> JobState:
     if status.get("jobStatus") == "STOPPED" and not reason:
         return JobState(Phase.FAILED, "stopped", fatal="the driver was stopped from outside, as by `ray job stop`")
     told, passing = ENDINGS.get(reason, (f"the RayJob failed: {reason or 'no reason given'}", True))
+    end = end_of_driver(message)
+    if end is not None:
+        code, words = end
+        message, passing = f"exit code {code}\n{words}".rstrip(), passing and code != HOPELESS
     return JobState(Phase.FAILED, "failed", fatal=f"{told}: {message}" if message else told, passing=passing)
 
 
@@ -180,14 +188,14 @@ def containers(pod: Object) -> Iterator[Mapping[str, Any]]:
 def no_start(pod: Object, container: Mapping[str, Any], waiting: Mapping[str, Any], since: float) -> Wait:
     """A container that cannot start: image, secret, or command."""
     reason, message = waiting["reason"], waiting.get("message", "")
-    text, fatal = f"{reason}: {message}" if message else reason, None
+    text, fatal, grace_s = f"{reason}: {message}" if message else reason, None, GRACE_S
     if reason in IMAGE_REASONS:
         fix = "Mend kubernetes.image or kubernetes.image_pull_secrets, or push the image."
         fatal = f"pod {name_of(pod)} cannot get its image {container.get('image')}: {text}. {fix}"
     elif reason in CONFIG_REASONS:
         fix = "Make the secret or the key, or mend kubernetes.store_secret or kubernetes.secrets."
-        fatal = f"pod {name_of(pod)} cannot start: {text}. {fix}"
-    return Wait(text, since, fatal)
+        fatal, grace_s = f"pod {name_of(pod)} cannot start: {text}. {fix}", CONFIG_GRACE_S
+    return Wait(text, since, fatal, grace_s)
 
 
 def no_node(pod: Object, scheduled: Mapping[str, Any], events: Sequence[Object]) -> Wait:
@@ -196,7 +204,7 @@ def no_node(pod: Object, scheduled: Mapping[str, Any], events: Sequence[Object])
     scaling = any(event.get("reason") in SCALING and about(event, pod) for event in events)
     fatal = None
     if not scaling and fits_no_node(message):
-        fatal = f"no node can hold pod {name_of(pod)}, which asks for {wishes(pod)}: {message}. {NO_PLACE}"
+        fatal = f"no node can hold pod {name_of(pod)}, which asks for {wishes(pod)}: {message.rstrip('. ')}. {NO_PLACE}"
     text = f"{scheduled.get('reason', 'Unschedulable')}: {message}" + ("; a node is being added" if scaling else "")
     return Wait(text, seconds(scheduled.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"]), fatal)
 
@@ -234,9 +242,11 @@ def refused(job: Object, status: Mapping[str, Any], events: Sequence[Object], no
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             old = now - seconds(condition["lastTransitionTime"])
             return explain_refusal(condition["message"]) if old >= GRACE_S / 3 else None
-    ours = (name_of(job), status.get("rayClusterName"))
+    ours, made = (name_of(job), status.get("rayClusterName")), seconds(job["metadata"]["creationTimestamp"])
     for event in events:
         failed = str(event.get("reason", "")).startswith("FailedToCreate")
+        if seconds(event.get("lastTimestamp") or job["metadata"]["creationTimestamp"]) < made:
+            continue  # of an earlier RayJob of this name
         if failed and event.get("involvedObject", {}).get("name") in ours and event.get("count", 1) > 1:
             return explain_refusal(event.get("message", ""))
     return None
@@ -251,21 +261,26 @@ def explain_refusal(message: str) -> str:
         "PriorityClass": "Make the class, or mend kubernetes.trainer_priority_class or rollout_priority_class.",
     }
     fix = next((fix for sign, fix in fixes.items() if sign in message), "")
-    cause = message[message.rfind("is forbidden: ") :].removeprefix("is forbidden: ")
+    cause = message.rpartition("is forbidden: ")[2]
     return f"the cluster refuses the pods of the run: {cause.rstrip('. ')}. {fix}".rstrip()
 
 
 def head_lost(status: Mapping[str, Any], pods: Sequence[Object], now: float) -> str | None:
-    """Why a running job has lost its head, None if it has not. KubeRay makes a new head, which knows of no job."""
+    """Why a running job has lost its head, None if it has not. KubeRay makes a new head, which knows of no job.
+
+    A head that is younger than the pod which handed the job over is another one. Both ages are the API server's; when
+    the job began is known from Ray alone, by the clock of the head's node.
+    """
     began = (status.get("rayJobInfo") or {}).get("startTime")
     if began is None:
         return None
-    heads = [pod for pod in pods if labels_of(pod).get(NODE_TYPE) == "head"]
-    living = [pod for pod in heads if not pod["metadata"].get("deletionTimestamp")]
+    alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
+    handed_over = [pod["metadata"]["creationTimestamp"] for pod in alive if NODE_TYPE not in labels_of(pod)]
+    living = [pod for pod in alive if labels_of(pod).get(NODE_TYPE) == "head"]
     if not living:
         return "the head pod is gone"
     head = living[0]
-    if seconds(head["metadata"]["creationTimestamp"]) > seconds(began):
+    if seconds(head["metadata"]["creationTimestamp"]) > seconds(max(handed_over, default=began)):
         return "the head pod was replaced"
     if head["status"].get("phase") in ("Failed", "Succeeded"):
         return f"the head pod ended: {head['status'].get('reason') or last_end(head) or 'no reason given'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tidemill.kuberay.board import ENDED
 from tidemill.kuberay.budget import gpus_of, holding
 from tidemill.kuberay.cluster import (
     CONFIG_MAPS,
@@ -43,6 +44,17 @@ class RunStatus:
     gpus: int
     silent_s: float | None
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, as far as is known."""
+        noted = self.notes.get("phase") in (Phase.SUCCEEDED, Phase.FAILED) or ENDED in self.notes
+        return noted if self.state is None else self.state.phase is Phase.SUCCEEDED or (self.state.over and noted)
+
+    @property
+    def unwatched(self) -> bool:
+        """Whether it goes on and its watcher has said nothing for long."""
+        return self.silent_s is not None and self.silent_s > SILENT_S and not self.over
+
     def lines(self) -> Iterator[str]:
         """What a person reads: one line, and more below it where there is something to say."""
         yield "  ".join(self.headline())
@@ -54,8 +66,9 @@ class RunStatus:
             yield f"  {self.notes['error']}"
         if self.notes.get("failure"):
             yield f"  before: {self.notes['failure']}"
-        if self.silent_s is not None and self.silent_s > SILENT_S and self.state is not None and not self.state.over:
-            yield f"  nobody has watched it for {self.silent_s / 60:.0f} min: `tidemill reap` would delete it"
+        if self.unwatched and self.silent_s is not None:
+            minutes = f"{self.silent_s / 60:.0f} min"
+            yield f"  nobody has watched it for {minutes}: `tidemill reap` deletes it after half an hour"
         yield from (f"  {line}" for line in self.notes.get("links", "").splitlines())
 
     def headline(self) -> Iterator[str]:
@@ -77,6 +90,8 @@ class RunStatus:
         noted = self.notes.get("phase", "")
         if noted in (Phase.SUCCEEDED, Phase.FAILED):
             return noted
+        if self.notes.get(ENDED):
+            return f"ended: {self.notes[ENDED]}"
         return "gone: it has no RayJob, and its watcher did not see it end" if noted else "not known"
 
 

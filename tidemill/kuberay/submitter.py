@@ -2,7 +2,8 @@
 
 KubeRay's own command passes the runtime environment through a shell, and follows the job's log over one connection;
 30 s after that ends, the operator ends the run. A run of days outlives its connections, so this one asks again and
-again. It gives up only when Ray is away for long or no longer knows the job. The log is in the store anyway.
+again, for the status and for what the job has written. It gives up only when Ray is away for long or no longer knows
+the job.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from tidemill.errors import RunError, TidemillError
+from tidemill.kuberay.driver_log import TOO_LONG, Ask, DriverLog
 
 COMMAND = ["python3", "-m", "tidemill.kuberay.submitter"]
 JOB = "TIDEMILL_JOB"
@@ -32,7 +34,14 @@ POLL_S = 5.0
 PATIENCE_S = 120.0
 """Ray may be away for so long: its head restarts its dashboard, or the network does not hold."""
 TIMEOUT_S = 30.0
-Ask = Callable[[str, str, Mapping[str, Any] | None], tuple[int, str]]
+LONGEST = 16 << 20
+"""Bytes of an answer that are read; the pod has memory for some of them."""
+
+
+def say(text: str) -> None:
+    """Write lines at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 @dataclass(slots=True)
@@ -53,7 +62,7 @@ class Submission:
     ask: Ask
     sleep: Callable[[float], None] = time.sleep
     time: Callable[[], float] = time.monotonic
-    tell: Callable[[str], None] = print
+    tell: Callable[[str], None] = say
 
     def follow(self) -> str:
         """Submit the job unless Ray has it, and wait for its end; returns its last status.
@@ -62,6 +71,7 @@ class Submission:
             RunError: Ray refuses it, is away for `PATIENCE_S`, or has lost it, as a new head has.
         """
         known, told, heard = False, "", self.time()
+        log = DriverLog(self.number, self.ask, self.tell)
         while True:
             try:
                 status = self.look()
@@ -73,6 +83,8 @@ class Submission:
                     raise RunError(f"Ray has not answered for {PATIENCE_S:.0f} s: {error}") from error
             else:
                 heard = self.time()
+                if status is not None:
+                    log.catch_up(heard, ended=status in ENDS)
                 if status is not None and status != told:
                     self.tell(f"job {self.number}: {status}")
                     told = status
@@ -118,6 +130,8 @@ def dashboard(address: str, token: str | None) -> Ask:
         request = Request(f"http://{address.removeprefix('http://')}{path}", data, headers, method=method)
         try:
             with urlopen(request, timeout=TIMEOUT_S) as response:
+                if int(response.headers.get("Content-Length") or 0) > LONGEST:
+                    return TOO_LONG, ""
                 return response.status, response.read().decode()
         except HTTPError as error:
             return error.code, error.read().decode(errors="replace")

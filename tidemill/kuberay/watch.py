@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tidemill.config import RunConfig
-from tidemill.errors import ClusterError, RunError, StoreError, TidemillError
+from tidemill.errors import RunError, StoreError, TidemillError
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
+from tidemill.kuberay.beginning import Beginning
 from tidemill.kuberay.board import Board
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of
 from tidemill.kuberay.ending import Ending
@@ -82,6 +83,11 @@ class Watcher:
         return self.attempts.store
 
     @property
+    def beginning(self) -> Beginning:
+        """How they begin."""
+        return Beginning(self.attempts, self.meter, self.board)
+
+    @property
     def ending(self) -> Ending:
         """How they end."""
         return Ending(self.attempts)
@@ -90,12 +96,13 @@ class Watcher:
         """The number of the attempt under way; where there is none, the next one is begun.
 
         Raises:
-            ClusterError: the budget is used up.
+            ClusterError: the budget is used up, or the run was ended at this moment.
         """
-        number = self.attempts.under_way()
-        if number is None:
-            self.refuse_without_budget()
-            number = self.attempts.begin_next()
+        try:
+            number = self.beginning.of_pipeline()
+        except TidemillError as error:
+            self.post_end(error)
+            raise
         where = "\n".join(f"{what}: {where}" for what, where in cluster_rows(self.config))
         self.post(attempt=number, phase=Phase.STARTING, links=where, error=None)
         return number
@@ -111,6 +118,8 @@ class Watcher:
             TidemillError: it failed, and another would too; it was deleted, or out of budget.
         """
         try:
+            if self.board.given_back():  # a person has KFP try the steps of a pipeline that was over again
+                first = self.provision()
             summary = self.followed(first, self.entry(first))
         except TidemillError as error:
             self.post_end(error)
@@ -128,16 +137,16 @@ class Watcher:
             if summary is not None:
                 return summary
             error = self.ending.explain(visit.attempt, state)
-            self.release(number, error)
-            if not isinstance(error, RunError) or number >= last or visit.stopping is not None:
+            final = not isinstance(error, RunError) or number >= last or visit.stopping is not None
+            if final:  # recorded first: a watcher that is killed while the pods end must not begin another attempt
                 self.ending.give_up(visit.attempt, error)
+            self.release(number, error)
+            if final:
                 raise error
             cause, *_ = str(error).splitlines()
             self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {cause}"))
             self.post(failure=f"attempt {number}: {error}")
-            number += 1
-            self.refuse_without_budget()
-            self.attempts.begin(number)
+            number = self.entry(number)  # another watcher may have gone ahead
 
     def release(self, number: int, error: TidemillError) -> None:
         """Delete what a failed attempt holds.
@@ -151,13 +160,14 @@ class Watcher:
             raise RunError(f"{error}\nWhat is more, its cluster does not go away: {left}") from error.__cause__
 
     def entry(self, first: int) -> int:
-        """Which attempt to watch: the live one, the one that ended meanwhile, or a new one.
+        """Which attempt to watch, not before `first`: the live one, the one that ended meanwhile, or a new one.
 
         Raises:
-            ClusterError: an earlier try of this step gave the run up.
+            ClusterError: the run was ended, or another watcher, such as that of an earlier try, gave it up.
         """
         number = self.attempts.live()
         if number is not None:
+            self.beginning.refuse_ended(number)
             return number
         last = max(first, self.attempts.last())
         newest = Attempt(self.config.name, last)
@@ -166,8 +176,7 @@ class Watcher:
             raise verdict
         if self.ending.failure(newest) is None and self.ending.result(newest) is not None:
             return last
-        self.refuse_without_budget()
-        self.attempts.begin(last + 1)
+        self.beginning.of(last + 1)
         return last + 1
 
     def visit(self, number: int) -> Visit:
@@ -199,20 +208,22 @@ class Watcher:
             clock.sleep(POLL_S)
 
     def look(self, visit: Visit) -> JobState:
-        """One look, and what follows from it."""
+        """One look, and what follows from it. The sign of life comes first: the store may be away, and for long."""
         now = self.attempts.clock.time()
         pods = self.cluster.list(PODS, selector(self.config.name))
         job = self.cluster.get(RAY_JOBS, job_name(self.config.name, visit.attempt.number))
         own = [pod for pod in pods if attempt_of(labels_of(pod)) == visit.attempt.number]
         state = assess(job, own, self.events(own), now)
-        visit.mirror.catch_up()
         self.meter.see(pods, self.config.kubernetes.gpu_resource, now)
+        due = now - visit.beaten >= BEAT_S
+        if due and not state.over:
+            self.beat(visit, state, now)
+        visit.mirror.catch_up()
         self.report(visit, state)
-        if job is None or state.over:
+        if due or state.over:
             budget.save(self.meter, self.store, self.config.name)
-            return self.in_time(visit, state, job, now)
-        self.beat(visit, state, now)
-        self.pass_on_stop(visit, job, now)
+        if job is not None and not state.over:
+            self.pass_on_stop(visit, job, now)
         return self.in_time(visit, state, job, now)
 
     def events(self, pods: Sequence[Object]) -> Sequence[Object]:
@@ -238,9 +249,6 @@ class Watcher:
 
     def beat(self, visit: Visit, state: JobState, now: float) -> None:
         """Leave a sign of life at the RayJob, and what it has cost."""
-        if now - visit.beaten < BEAT_S:
-            return
-        budget.save(self.meter, self.store, self.config.name)
         name = job_name(self.config.name, visit.attempt.number)
         self.cluster.patch(RAY_JOBS, name, {"metadata": {"annotations": {HEARTBEAT: f"{now:.0f}"}}})
         step = visit.mirror.last
@@ -250,14 +258,15 @@ class Watcher:
 
     def post(self, **facts: object) -> None:
         """Note what `tidemill status` says of the run."""
-        self.board.post(gpu_hours=f"{self.meter.hours:.2f}", updated=f"{self.attempts.clock.time():.0f}", **facts)
+        self.board.post(**self.figures(), **facts)
+
+    def figures(self) -> dict[str, str]:
+        """What the run has cost, and when that was."""
+        return {"gpu_hours": f"{self.meter.hours:.2f}", "updated": f"{self.attempts.clock.time():.0f}"}
 
     def post_end(self, error: TidemillError) -> None:
-        """Note why the run ended; that this does not go may be the reason why it did."""
-        try:
-            self.post(phase=Phase.FAILED, progress=None, error=error)
-        except (ClusterError, RunError) as unposted:
-            error.add_note(f"This could not be noted for `tidemill status`: {unposted}")
+        """Note why the run ended."""
+        self.board.fail(error, **self.figures())
 
     def pass_on_stop(self, visit: Visit, job: Object, now: float) -> None:
         """Tell the driver to end, where a person asks for it or the budget is used up."""
@@ -290,16 +299,3 @@ class Watcher:
                 state, fatal=f"the cluster does not run after kubernetes.start_timeout_s = {limit} s: {waits}"
             )
         return state
-
-    def refuse_without_budget(self) -> None:
-        """Begin nothing that has to be ended at once.
-
-        Raises:
-            ClusterError: the budget is used up.
-        """
-        limit = self.config.kubernetes.gpu_hours
-        if limit is not None and self.meter.hours >= limit:
-            raise ClusterError(
-                f"the budget of {limit:g} GPU hours (kubernetes.gpu_hours) is used up: {self.meter.hours:.2f}. Raise "
-                "it to go on from the newest checkpoint."
-            )

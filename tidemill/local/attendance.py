@@ -22,7 +22,7 @@ from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.launch import INTERRUPTED, clean_up
 from tidemill.local.outcome import program, say_full, say_interrupted, show, shown
 from tidemill.local.run_folder import begin, exclusive
-from tidemill.observe.events import read_events
+from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
 from tidemill.observe.report import Summary
 from tidemill.pipeline.preflight import check_cluster, check_inputs, check_model, check_restart, check_tracking
@@ -81,7 +81,7 @@ def watched(config: RunConfig, train: Train, settings: Path, console: Console) -
 def followed(config: RunConfig, train: Train, console: Console) -> Summary:
     """Train in this thread, because signals come here, and show the events in another; writes `summary.json`."""
     events, stop = config.folder / "events.jsonl", threading.Event()
-    earlier = len(read_events(events))
+    earlier = sum(1 for _ in past_events(events))
     with ThreadPoolExecutor(1) as threads:
         shown_to_the_end = threads.submit(show_events, events, earlier, stop, console)
         try:

@@ -28,11 +28,12 @@ from tidemill.failure import Failure
 from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say_interrupted, shown
 from tidemill.local.run_folder import begin, exclusive, fresh, label
-from tidemill.observe.events import read_events
+from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
 from tidemill.pipeline.steps import teardown
 from tidemill.store.inputs import ship
 from tidemill.store.server import store_folder
+from tidemill.store.tracking import end_killed
 from tidemill.store.weed import find_server
 
 RUNNER, PIPELINE = "tidemill_pipelines.local", "post_training"
@@ -102,7 +103,7 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
     resume = f"{program()} run --resume {config.name}{elsewhere(config)}"
     try:
         events = config.folder / "events.jsonl"
-        earlier = len(read_events(events))  # of a run that goes on
+        earlier = sum(1 for _ in past_events(events))  # of a run that goes on
         runner = start_runner(settings, scratch, lock)
         show_events(events, earlier, End(runner, config.folder), console)
         status = runner.returncode
@@ -112,6 +113,8 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
     finally:
         with undisturbed():
             clean_up(config)
+            if status == INTERRUPTED:
+                end_killed(config)
     if status == INTERRUPTED:
         say_interrupted(resume, console)
         return INTERRUPTED

@@ -16,6 +16,7 @@ from tidemill.failure import Failure
 from tidemill.observe.report import Summary, render
 from tidemill.pipeline.preflight import nearest_folder
 
+SHORT = 100  # characters of a prompt that a person may want to copy
 FULL_BYTES = 2**28  # so little is left of a disk that is full but for what a failed step gave back
 
 
@@ -89,10 +90,10 @@ def show(config: RunConfig, summary: Summary, console: Console) -> None:
 
 
 def generate_command(config: RunConfig, summary: Summary) -> str:
-    """What asks the trained model its first held-out prompt."""
+    """What asks the trained model its first held-out prompt that fits a line."""
     model = f"models:/{summary.model_version}" if summary.model_version else str(shown(config.folder / "model"))
-    prompt = summary.samples[0].prompt if summary.samples else "Compute 2 + 6. Reply with the number only."
-    return f"{program()} generate {model} {shlex.quote(prompt)}{elsewhere(config)}"
+    short = [sample.prompt for sample in summary.samples if len(sample.prompt) <= SHORT and sample.prompt.isprintable()]
+    return f"{program()} generate {model} {shlex.quote(short[0]) if short else 'PROMPT'}{elsewhere(config)}"
 
 
 def program() -> str:

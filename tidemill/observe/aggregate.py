@@ -110,6 +110,7 @@ RULES: Mapping[str, Rule] = {
     "queue/swept": LAST,
     "queue/oldest_version": LAST,
     "rollout/engines": LAST,
+    "rollout/deferred": LAST,
     "rollout/engines_joined": SUM,
     "rollout/engines_removed": SUM,
     "rollout/generating": LAST,

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 from tidemill.errors import DataError
 
 POLL_S = 0.2
+BLOCK = 1 << 20
+"""Bytes that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +184,16 @@ def ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def read_events(path: str | Path) -> list[Event]:
-    """All whole events of a log as it is now; none if there is no such file yet."""
+def past_events(path: str | Path) -> Iterator[Event]:
+    """All whole events of a log as it is now, one after the other; none if there is no such file yet."""
     stop = threading.Event()
     stop.set()
-    return list(follow(path, stop))
+    return follow(path, stop)
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """The same as a list, which for a run of many steps takes much memory."""
+    return list(past_events(path))
 
 
 def follow(path: str | Path, stop: threading.Event) -> Iterator[Event]:
@@ -205,11 +212,12 @@ def follow(path: str | Path, stop: threading.Event) -> Iterator[Event]:
         number, rest = 0, b""
         while True:
             stopped = stop.is_set()  # before the read, so that nothing written before `stop` is missed
-            *lines, rest = (rest + file.read()).split(b"\n")
-            for line in lines:
-                number += 1
-                if line:
-                    yield parse_line(path, number, line)
+            while block := file.read(BLOCK):
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    number += 1
+                    if line:
+                        yield parse_line(path, number, line)
             if stopped:
                 return
             stop.wait(POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from tidemill.config import RunConfig
 from tidemill.kuberay.names import RUN_LABEL
@@ -17,12 +18,17 @@ def links(config: RunConfig, kfp_run: str) -> str:
         config: its settings.
         kfp_run: id of its KFP run, "" outside of KFP.
     """
-    on_cluster = config.cluster.provider == "kuberay"
-    rows = cluster_rows(config) if on_cluster else local_rows(config)
     # A link that begins with # stays in the KFP UI that shows the page, wherever that is.
-    run = f"[{config.name}](#/runs/details/{kfp_run})" if kfp_run and on_cluster else config.name
+    here = kfp_run and config.cluster.provider == "kuberay"
+    run = f"[{config.name}](#/runs/details/{kfp_run})" if here else config.name
+    return f"# Run {run}\n\n{places(config)}"
+
+
+def places(config: RunConfig) -> str:
+    """The table of them, which MLflow shows as the description of the run."""
+    rows = cluster_rows(config) if config.cluster.provider == "kuberay" else local_rows(config)
     table = "\n".join(f"| {what} | {where} |" for what, where in rows)
-    return f"# Run {run}\n\n| | |\n|---|---|\n{table}\n"
+    return f"| | |\n|---|---|\n{table}\n"
 
 
 def cluster_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -38,13 +44,25 @@ def cluster_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
         f"`tidemill status {config.name}`, `tidemill logs {config.name}`, or the log of step `train`",
     )
     yield "Ray dashboard", pages.get("ray") or forward
-    yield "MLflow", f"{pages.get('mlflow') or config.tracking.uri}, experiment `{config.tracking.experiment}`"
-    yield "Registered model", f"`{config.registered_model}`, alias `{config.registry.alias}`"
     yield (
-        "Store",
-        f"{pages.get('store') or config.store.endpoint}, bucket `{config.store.bucket}`, `runs/{config.name}/`",
+        "MLflow",
+        f"{pages.get('mlflow') or forwarded(config.tracking.uri)}, experiment `{config.tracking.experiment}`",
     )
+    yield "Registered model", f"`{config.registered_model}`, alias `{config.registry.alias}`"
+    store = pages.get("store") or forwarded(config.store.endpoint)
+    yield "Store", f"{store}, bucket `{config.store.bucket}`, `runs/{config.name}/`"
     yield "End it", f"`tidemill stop {config.name}`: after a checkpoint"
+
+
+def forwarded(address: str | None) -> str:
+    """How a browser outside of the cluster reaches an address; one that is no service's needs nothing."""
+    parts = urlsplit(address or "")
+    service, _, domain = (parts.hostname or "").partition(".")
+    namespace, _, kind = domain.partition(".")
+    if kind.partition(".")[0] != "svc" or parts.port is None:
+        return str(address)
+    local = f"{parts.scheme}://127.0.0.1:{parts.port}"
+    return f"`kubectl -n {namespace} port-forward svc/{service} {parts.port}`, then {local}"
 
 
 def local_rows(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from tidemill.observe.events import (
     Notice,
     PhaseStarted,
     StepFinished,
-    read_events,
+    past_events,
 )
 from tidemill.observe.timeline import newest_attempt, svg
 from tidemill.observe.timings import Timings
@@ -56,7 +56,7 @@ class RunObserver:
 
     def picture(self) -> None:
         """Store the timeline of this attempt, if it trained anything."""
-        if activities := newest_attempt(read_events(self.log.path)):
+        if activities := newest_attempt(past_events(self.log.path)):
             self.tracker.log_text(svg(activities), "timeline.svg")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:

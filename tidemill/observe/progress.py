@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished, follow
+from tidemill.observe.excerpt import printable
 
 HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
 LINES_PER_HEADER = 20
@@ -64,7 +65,7 @@ class Progress:
         elif isinstance(event, PhaseStarted):
             self.phase(event)
         elif isinstance(event, Notice):
-            self.line(Text(f"warning: {event.text}", style="yellow"))
+            self.line(Text(f"warning: {printable(event.text)}", style="yellow"))
         elif isinstance(event, PhaseFailed):
             self.failed = event
 
@@ -76,7 +77,7 @@ class Progress:
         self.flush()
         if self.failed is not None:
             failed, self.failed = self.failed, None
-            text = f"{self.offset(failed.time):>9}  {failed.name} failed and is tried again: {failed.error}"
+            text = f"{self.offset(failed.time):>9}  {failed.name} failed and is tried again: {printable(failed.error)}"
             self.line(Text(text, style="yellow"))
         self.line(Text(f"{self.offset(event.time):>9}  {event.name}"))
         self.bar.update(self.task, description=event.name)

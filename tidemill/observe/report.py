@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,12 @@ from rich.text import Text
 
 from tidemill.errors import DataError
 from tidemill.observe.events import EvaluationFinished, Event, StepFinished
+from tidemill.observe.excerpt import excerpt
 from tidemill.observe.progress import duration
+from tidemill.protocols import Answer
 
+CELL = 300
+"""Characters of a cell on the screen and in Markdown; the page has more."""
 WHY_MISSING = {
     "held_out_before": "data.held_out is not set",
     "held_out_after": "data.held_out is not set",
@@ -25,14 +29,15 @@ WHY_MISSING = {
     "model_version": "not registered",
     "mlflow_run_id": "not tracked",
     "max_age": "no group was trained",
-    "trainer_idle": "no step was trained",
-    "rollouter_idle": "no step was trained",
+    "trainer_idle": "this attempt trained no step",
+    "rollouter_idle": "this attempt trained no step",
+    "peak_memory_bytes": "not measured in a cluster",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one held-out prompt got before and after training; None where it was not asked."""
+    """What one held-out prompt got before and after training, as excerpts; None where it was not asked."""
 
     prompt: str
     before: str | None
@@ -49,7 +54,7 @@ class Summary:
         held_out_before, held_out_after: mean reward on the held-out prompts.
         train_seconds: first to last optimizer step; total_seconds: the whole run.
         tokens_per_second: trained response tokens over `train_seconds`.
-        trainer_idle, rollouter_idle: share of `train_seconds` spent waiting, in `[0, 1]`.
+        trainer_idle, rollouter_idle: share of the steps' time spent waiting, in `[0, 1]`; of the last attempt.
         max_age: largest age of a trained token, in policy versions.
         peak_memory_bytes: of all processes of the run together.
         checkpoint_uri, model_uri: where they lie in the object store.
@@ -58,7 +63,7 @@ class Summary:
         samples: held-out prompts with the answers before and after.
         skipped: prompts that were never trained, by reason.
         dropped: groups that were generated and not trained, by reason; their prompts were issued again.
-        phase_seconds: wall time by phase.
+        phase_seconds: wall time by phase, of the last attempt.
         metrics: those of all optimizer steps together, by the rules of `observe.aggregate`; of the last attempt.
         missing: why a value is None, by its name.
         stopped: why the run was ended before its last step; None if it was not.
@@ -147,14 +152,13 @@ def render(summary: Summary, console: Console, generate_command: str, ui_command
         generate_command: shell command that asks the trained model something.
         ui_command: shell command that opens MLflow on the run.
     """
+    console.print()
     console.print(scores(summary))
     if summary.samples:
         console.print(answers(summary.samples))
     console.print(run_table(summary))
-    for name, counts in (("skipped prompts", summary.skipped), ("dropped groups", summary.dropped)):
-        for reason, count in counts.items():
-            if count:
-                console.print(Text(f"{name}: {count} ({reason})", style="yellow"), soft_wrap=True)
+    for line in left_out(summary):
+        console.print(Text(line, style="yellow"), soft_wrap=True)
     if summary.model_uri is not None:
         console.print(
             Text("\nAsk the trained model:"), Text(f"  {generate_command}", style="bold"), sep="\n", soft_wrap=True
@@ -166,7 +170,7 @@ def render(summary: Summary, console: Console, generate_command: str, ui_command
 def scores(summary: Summary) -> Text:
     """Held-out score before and after, the one line that a person looks for."""
     before, after = summary.held_out_before, summary.held_out_after
-    text = Text("\nHeld-out score  ", style="bold")
+    text = Text("Held-out score  ", style="bold")
     text.append(summary.reason("held_out_before") if before is None else f"{before:.3f}")
     if not (before is None and after is None):
         text.append("  ->  ")
@@ -184,38 +188,79 @@ def answers(samples: Sequence[Sample]) -> Table:
         table.add_column(name, overflow="fold", ratio=1 if name == "expected" else 2)
     for sample in samples:
         row = (sample.prompt, sample.before, sample.after, sample.expected)
-        table.add_row(*(Text("-" if cell is None else cell.strip()) for cell in row))
+        table.add_row(*(Text("-" if cell is None else excerpt(cell, CELL)) for cell in row))
     return table
 
 
 def run_table(summary: Summary) -> Table:
-    """Everything else, one row a value; a missing one says why."""
+    """Everything else, one row a value; a missing one says why, in grey."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    steps = f"{summary.steps} in {duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})"
-    table.add_row("steps", steps)
-    if summary.stopped is not None:
-        table.add_row("stopped early", Text(summary.stopped))
-    table.add_row("trained tokens/s", f"{summary.tokens_per_second:,.0f}")
-    for label, name in (("trainer idle", "trainer_idle"), ("rollouter idle", "rollouter_idle")):
-        table.add_row(label, value_or_reason(summary, name, "{:.1%}"))
-    table.add_row("oldest trained token", value_or_reason(summary, "max_age", "{} version(s) behind"))
-    gib = summary.peak_memory_bytes
-    table.add_row("peak memory", summary.reason("peak_memory_bytes") if gib is None else f"{gib / 2**30:.2f} GiB")
-    labels = {"checkpoint_uri": "checkpoint", "model_uri": "model", "model_version": "model version"}
-    for name, label in (labels | {"mlflow_run_id": "MLflow run"}).items():
-        table.add_row(label, value_or_reason(summary, name, "{}"))
-    if summary.phase_seconds:
-        parts = (f"{name} {duration(seconds)}" for name, seconds in summary.phase_seconds.items())
-        table.add_row("time by phase", ", ".join(parts))
+    for fact in facts(summary):
+        table.add_row(fact.label, Text(fact.text, style="" if fact.known else "dim"))
     return table
 
 
-def value_or_reason(summary: Summary, name: str, form: str) -> Text:
-    """A value in its form, or in grey why there is none."""
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A row of the report, the same on the screen, in Markdown and on the page.
+
+    Attributes:
+        label: what it is.
+        text: the value with its unit, or why there is none.
+        known: whether there is a value.
+    """
+
+    label: str
+    text: str
+    known: bool = True
+
+
+def facts(summary: Summary) -> Iterator[Fact]:
+    """Everything besides score and answers."""
+    times = f"{summary.steps} in {duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})"
+    yield Fact("steps", times)
+    if summary.stopped is not None:
+        yield Fact("stopped early", excerpt(summary.stopped))
+    yield Fact("trained tokens/s", f"{summary.tokens_per_second:,.0f}")
+    yield from (value_or_reason(summary, *row) for row in FACTS)
+    if summary.phase_seconds:
+        parts = (f"{name} {duration(seconds)}" for name, seconds in summary.phase_seconds.items())
+        yield Fact("time by phase", ", ".join(parts))
+
+
+FACTS = (
+    ("trainer_idle", "trainer idle", "{:.1%}"),
+    ("rollouter_idle", "rollouter idle", "{:.1%}"),
+    ("max_age", "oldest trained token", "{} version(s) behind"),
+    ("peak_memory_bytes", "peak memory", "{:.2f} GiB"),
+    ("checkpoint_uri", "checkpoint", "{}"),
+    ("model_uri", "model", "{}"),
+    ("model_version", "model version", "{}"),
+    ("mlflow_run_id", "MLflow run", "{}"),
+)
+"""Name of a value of the summary, what it is called, and its form."""
+
+
+def value_or_reason(summary: Summary, name: str, label: str, form: str) -> Fact:
+    """A value in its form, or why there is none."""
     value = asdict(summary)[name]
-    return Text(summary.reason(name), style="dim") if value is None else Text(form.format(value))
+    if value is None:
+        return Fact(label, summary.reason(name), known=False)
+    return Fact(label, form.format(value / 2**30 if name == "peak_memory_bytes" else value))
+
+
+def left_out(summary: Summary) -> Iterator[str]:
+    """What was not trained, one line a reason."""
+    for name, counts in (("skipped prompts", summary.skipped), ("dropped groups", summary.dropped)):
+        yield from (f"{name}: {count} ({reason})" for reason, count in counts.items() if count)
+
+
+def shortened(answer: Answer) -> Answer:
+    """The answer as the report shows it."""
+    expected = None if answer.expected is None else excerpt(answer.expected)
+    return replace(answer, prompt=excerpt(answer.prompt), response=excerpt(answer.response), expected=expected)
 
 
 def reward_curve_svg_or_png(events: Sequence[Event], path: str | Path) -> None:

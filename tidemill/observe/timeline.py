@@ -9,12 +9,15 @@ Both are made of the `Activity` events that a run writes after every optimizer s
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from tidemill.errors import DataError
 from tidemill.observe.events import Activity, Event
+from tidemill.observe.progress import duration
 
 # Phases of the trainer that do not overlap, and how they are drawn; those inside another one are left out.
 COLORS: Mapping[str, str] = {
@@ -29,8 +32,12 @@ COLORS: Mapping[str, str] = {
 LABELS = {"get_groups": "wait for groups", "update_actor": "update", "sync": "sync weights"}
 ENGINE_COLOR = "#58a68c"
 WIDTH, LEFT, TOP, GAP = 1100, 90, 52, 10
+COLUMNS = WIDTH - LEFT - GAP
+"""One for each unit of width: what is finer cannot be seen, and the picture stays small however long the run was."""
 TRAINER_HEIGHT, ENGINE_HEIGHT = 30, 46
 TICKS = 8
+IN_SECONDS = 120
+"""From here on the axis has minutes and hours."""
 NICE = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
 
@@ -65,14 +72,17 @@ def newest_attempt(events: Iterable[Event]) -> list[Activity]:
 
 
 def last_steps(activities: Sequence[Activity], count: int | None) -> list[Activity]:
-    """The newest steps of an attempt, all of them for None.
+    """The newest steps of an attempt, all of them for None; the first one says what was in flight when it began.
 
     Raises:
         DataError: there are none.
     """
     if not activities:
         raise DataError("the run has finished no step yet, so that there is nothing to draw")
-    return list(activities if count is None else activities[-count:])
+    kept = list(activities if count is None else activities[-count:])
+    before = {name: part[-1] for activity in activities[: -len(kept)] for name, part in activity.loads.items() if part}
+    began = {name: [change, *kept[0].loads.get(name, [])] for name, change in before.items()}
+    return [replace(kept[0], loads={**kept[0].loads, **began}), *kept[1:]]
 
 
 def phases(activities: Sequence[Activity]) -> list[Phase]:
@@ -86,35 +96,51 @@ def phases(activities: Sequence[Activity]) -> list[Phase]:
 
 
 def loads(activities: Sequence[Activity]) -> dict[str, list[Load]]:
-    """What every engine had in flight, up to the end of the last step."""
-    _, end = span(activities)
+    """What every engine had in flight, by name in the order of their numbers, from the first step to the end."""
+    begin, end = span(activities)
     changes: dict[str, list[tuple[float, int]]] = {}
     for activity in activities:
         for engine, part in activity.loads.items():
             changes.setdefault(engine, []).extend((time, int(requests)) for time, requests in part)
-    return {engine: list(constant(sorted(points), end)) for engine, points in sorted(changes.items())}
+    ordered = sorted(changes.items(), key=lambda item: [part.zfill(9) for part in re.split(r"(\d+)", item[0])])
+    return {engine: list(constant(sorted(points), begin, end)) for engine, points in ordered}
 
 
-def constant(points: Sequence[tuple[float, int]], end: float) -> Iterator[Load]:
+def constant(points: Sequence[tuple[float, int]], begin: float, end: float) -> Iterator[Load]:
     """The times between changes in which anything is in flight."""
     for (start, requests), (stop, _) in zip(points, [*points[1:], (end, 0)], strict=True):
-        if requests and min(stop, end) > start:
-            yield Load(start, min(stop, end), requests)
+        if requests and min(stop, end) > max(start, begin):
+            yield Load(max(start, begin), min(stop, end), requests)
 
 
 def span(activities: Sequence[Activity]) -> tuple[float, float]:
-    """First and last moment of the trainer."""
+    """First and last moment of the trainer, at least a millisecond apart."""
     times = [phase for activity in activities for phase in activity.phases]
-    return min(start for _, start, _ in times), max(end for _, _, end in times)
+    begin = min(start for _, start, _ in times)
+    return begin, max(begin + 1e-3, *(end for _, _, end in times))
 
 
 def overlap(activities: Sequence[Activity]) -> float:
     """Share of the trainer's updates during which at least one engine was generating; 0 without any update."""
-    busy = union([(load.start, load.end) for engine in loads(activities).values() for load in engine])
-    updates = [(phase.start, phase.end) for phase in phases(activities) if phase.name == "update_actor"]
+    return overlap_of(phases(activities), loads(activities))
+
+
+def overlap_of(done: Sequence[Phase], engines: Mapping[str, Sequence[Load]]) -> float:
+    """See `overlap`."""
+    busy = union([(load.start, load.end) for engine in engines.values() for load in engine])
+    updates = [(phase.start, phase.end) for phase in done if phase.name == "update_actor"]
     total = sum(end - start for start, end in updates)
-    shared = sum(max(0.0, min(e, b) - max(s, a)) for s, e in updates for a, b in busy)
-    return shared / total if total else 0.0
+    return common(updates, busy) / total if total else 0.0
+
+
+def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
+    """Seconds that both cover; the intervals of each are in order and apart."""
+    seconds, one, two = 0.0, 0, 0
+    while one < len(first) and two < len(second):
+        (start, end), (begin, stop) = first[one], second[two]
+        seconds += max(0.0, min(end, stop) - max(start, begin))
+        one, two = (one + 1, two) if end < stop else (one, two + 1)
+    return seconds
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -129,22 +155,21 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def svg(activities: Sequence[Activity]) -> str:
-    """A picture, to be looked at in a browser or in MLflow."""
+    """A picture, to be looked at in a browser or in MLflow; at most some 200 kB and 15 kB an engine."""
     begin, end = span(activities)
-    scale = (WIDTH - LEFT - GAP) / max(end - begin, 1e-9)
-    engines = loads(activities)
+    done, engines = phases(activities), loads(activities)
     height = TOP + TRAINER_HEIGHT + len(engines) * (ENGINE_HEIGHT + GAP) + 3 * GAP
     title = f"Steps {activities[0].step} to {activities[-1].step}: engines generate during "
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
-        'font-size="12" shape-rendering="crispEdges">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12" shape-rendering="crispEdges">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        text(LEFT, 16, f"{title}{overlap(activities):.0%} of the trainer's updates", size=14),
+        text(LEFT, 16, f"{title}{overlap_of(done, engines):.0%} of the trainer's updates", size=14),
         *legend(),
         text(6, TOP + 20, "trainer"),
-        *(bar(phase, begin, scale) for phase in phases(activities)),
-        *engine_rows(engines, begin, scale),
-        *axis(end - begin, scale, height),
+        *trainer_row(done, begin, end),
+        *engine_rows(engines, begin, end),
+        *axis(end - begin, height),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -167,6 +192,20 @@ def legend() -> Iterator[str]:
     yield text(x + 16, 38, "groups in flight")
 
 
+def trainer_row(done: Sequence[Phase], begin: float, end: float) -> Iterator[str]:
+    """The phases one after the other; where there are too many to be told apart, what share of the time each took."""
+    if len(done) <= COLUMNS:
+        yield from (bar(phase, begin, COLUMNS / (end - begin)) for phase in done)
+        return
+    floor = [float(TOP + TRAINER_HEIGHT)] * COLUMNS
+    for name, color in COLORS.items():
+        times = [Load(phase.start, phase.end, 1) for phase in done if phase.name == name]
+        top = [low - TRAINER_HEIGHT * share for low, share in zip(floor, means(times, begin, end), strict=True)]
+        if times:
+            yield area(floor, top, color)
+        floor = top
+
+
 def bar(phase: Phase, begin: float, scale: float) -> str:
     """A phase of the trainer; its name and length show under the pointer."""
     x, width = LEFT + (phase.start - begin) * scale, (phase.end - phase.start) * scale
@@ -177,30 +216,43 @@ def bar(phase: Phase, begin: float, scale: float) -> str:
     )
 
 
-def engine_rows(engines: Mapping[str, Sequence[Load]], begin: float, scale: float) -> Iterator[str]:
+def engine_rows(engines: Mapping[str, Sequence[Load]], begin: float, end: float) -> Iterator[str]:
     """Requests in flight as an area, to the scale of the busiest engine."""
     most = max((load.requests for engine in engines.values() for load in engine), default=1)
     for row, (engine, times) in enumerate(engines.items()):
-        floor = TOP + TRAINER_HEIGHT + (row + 1) * (ENGINE_HEIGHT + GAP)
+        floor = float(TOP + TRAINER_HEIGHT + (row + 1) * (ENGINE_HEIGHT + GAP))
         yield text(6, floor - ENGINE_HEIGHT / 2 + 4, engine)
         yield text(LEFT - 6, floor - ENGINE_HEIGHT + 10, str(most), size=10, anchor="end")
-        for load in times:
-            x, width = LEFT + (max(load.start, begin) - begin) * scale, (load.end - max(load.start, begin)) * scale
-            tall = ENGINE_HEIGHT * load.requests / most
-            if width > 0:
-                yield (
-                    f'<rect x="{x:.2f}" y="{floor - tall:.1f}" width="{width:.2f}" height="{tall:.1f}" '
-                    f'fill="{ENGINE_COLOR}"/>'
-                )
+        top = [floor - ENGINE_HEIGHT * mean / most for mean in means(times, begin, end)]
+        yield area([floor] * COLUMNS, top, ENGINE_COLOR)
 
 
-def axis(seconds: float, scale: float, height: int) -> Iterator[str]:
-    """Ticks at round numbers of seconds."""
+def means(times: Iterable[Load], begin: float, end: float) -> list[float]:
+    """Mean number of requests in flight in each of `COLUMNS` equal parts of the time."""
+    found, part = [0.0] * COLUMNS, (end - begin) / COLUMNS
+    for load in times:
+        first, last = (load.start - begin) / part, (load.end - begin) / part
+        for column in range(math.floor(first), min(math.ceil(last), COLUMNS)):
+            found[column] += load.requests * (min(last, column + 1) - max(first, column))
+    return found
+
+
+def area(floor: Sequence[float], top: Sequence[float], color: str) -> str:
+    """What lies between two outlines that have one height in every column."""
+    low, high = ([f"{height:.1f}" for height in heights] for heights in (floor, top))
+    there = (f"H{LEFT + n}V{high[n]}" for n in range(1, COLUMNS) if high[n] != high[n - 1])
+    back = (f"H{LEFT + n}V{low[n - 1]}" for n in range(COLUMNS - 1, 0, -1) if low[n] != low[n - 1])
+    path = "".join([f"M{LEFT},{high[0]}", *there, f"H{LEFT + COLUMNS}V{low[-1]}", *back, f"H{LEFT}Z"])
+    return f'<path d="{path}" fill="{color}"/>'
+
+
+def axis(seconds: float, height: int) -> Iterator[str]:
+    """Ticks at round times since the first step."""
     every = next((nice for nice in NICE if seconds / nice <= TICKS), NICE[-1])
     for tick in range(0, int(seconds) + 1, every):
-        x = LEFT + tick * scale
+        x = LEFT + tick * COLUMNS / seconds
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - 20}" stroke="#999" stroke-width="0.5"/>'
-        yield text(x, height - 6, f"{tick} s", size=10, anchor="middle")
+        yield text(x, height - 6, f"{tick} s" if seconds < IN_SECONDS else duration(tick), size=10, anchor="middle")
 
 
 def trace(activities: Sequence[Activity]) -> str:

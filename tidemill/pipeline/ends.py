@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from tidemill.errors import ConfigError, StoreError
+from tidemill.errors import ConfigError, RunError, StoreError, TidemillError
 from tidemill.kuberay.release import release_this_pipeline
 from tidemill.observe.links import links
 from tidemill.pipeline.request import Request
 from tidemill.pipeline.steps import teardown, validate
 from tidemill.pipeline.sweep import variants as split
+from tidemill.sections import KubernetesConfig
 
 
 def begin(request: Request, page: str) -> str:
@@ -31,18 +34,33 @@ def begin(request: Request, page: str) -> str:
 
 
 def end(request: Request, variants: str) -> None:
-    """Give back what a run took, or all variants of a sweep.
+    """Give back what a run took, or all variants of a sweep; what cannot be given back does not keep the rest.
 
-    Settings that are refused never got anything; but they may lie in a store that does not answer any more.
+    Settings that are refused never got anything. But those in the store may say something else by now than they did at
+    the beginning, and the store may not answer any more: so whatever carries the KFP run's label goes first.
 
     Args:
         request: what a person asked for.
         variants: those of a sweep, see `sweep.variants`; "" for a single run.
+
+    Raises:
+        RunError: naming all that is not given back.
     """
     try:
         configs = list(split(request, variants)) if variants else [request.settings()]
     except (ConfigError, StoreError):
-        release_this_pipeline(request.kfp_run)
-        return
+        configs = []
+    namespaces = {KubernetesConfig().namespace, *(config.kubernetes.namespace for config in configs)}
+    problems = [*failed(lambda: release_this_pipeline(request.kfp_run, namespaces))]
     for config in configs:
-        teardown(config.to_yaml())
+        problems += failed(partial(teardown, config.to_yaml()))
+    if problems:
+        raise RunError("; ".join(problems))
+
+
+def failed(give_back: Callable[[], None]) -> Iterator[str]:
+    """Do it; says why it could not be done."""
+    try:
+        give_back()
+    except TidemillError as error:
+        yield str(error)

@@ -1,15 +1,19 @@
 """Continual training: on from the champion of the registry, with the prompts that came since.
 
 A run starts from the champion, so the gate between before and after compares with it, and `register` makes the new
-version the champion if it passes.
+version the champion if it passes. What a run began with is noted in the store, so that one that goes on later trains
+the same, whatever came since.
+
+runs/NAME/renewal.json     {"model": "models:/NAME/3", "train": "s3://..."}
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
@@ -49,22 +53,57 @@ def begin_renewal(request: Request, prompts: str, page: str) -> tuple[str, str]:
     if config.data.held_out is None:
         fix = "Name a file: the gate compares with the champion on it."
         raise ConfigError("data.held_out", None, "held-out prompts", fix)
-    source = new_prompts(config, prompts, last_prompts(config))
-    if source is None:
+    material = Material.noted(config) if request.run_name else None
+    if material is None:
+        material = Material.present(config, prompts)
+    if material is None:
         text = f"# Nothing new\n\n{prompts} has no {SUFFIX} file after `{last_prompts(config)}`.\n"
         Path(page).write_text(text, encoding="utf-8")
         return "", WAIT
-    version = champion_version(config)
-    tree = config.model_dump(mode="json")
-    tree["data"]["train"] = source
-    if version is not None:
-        tree["model"] = f"models:/{config.registered_model}/{version}"
+    tree = config.model_dump(mode="json") | {"model": material.model}
+    tree["data"]["train"] = material.train
     changed = Request(yaml.safe_dump(tree, sort_keys=False), kfp_run=request.kfp_run, run_name=config.name)
-    return begin(changed, page), TRAIN
+    settings = begin(changed, page)
+    material.note(config)
+    return settings, TRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What a run trains: `model`, where it starts, and `train`, its prompts."""
+
+    model: str
+    train: str
+
+    @classmethod
+    def noted(cls, config: RunConfig) -> Material | None:
+        """What a run of this name began with, None if there was none."""
+        with open_store(config.store, config.output) as store:
+            key = note_key(config.name)
+            return cls(**json.loads(store.get_bytes(key))) if store.exists(key) else None
+
+    @classmethod
+    def present(cls, config: RunConfig, prompts: str) -> Material | None:
+        """The champion, without one the model of the settings, and the new prompts; None without new ones."""
+        source = new_prompts(config, prompts, last_prompts(config))
+        if source is None:
+            return None
+        version = champion_version(config)
+        return cls(config.model if version is None else f"models:/{config.registered_model}/{version}", source)
+
+    def note(self, config: RunConfig) -> None:
+        """Keep it for a run that goes on."""
+        with open_store(config.store, config.output) as store:
+            store.put_bytes(note_key(config.name), json.dumps(asdict(self)).encode())
+
+
+def note_key(run: str) -> str:
+    """Object of the store with what a run began with."""
+    return f"runs/{run}/renewal.json"
 
 
 def remember(config: str, summary: str) -> None:
-    """Note how far the prompts were used, whatever came of it.
+    """Note how far the prompts were used, whatever came of it; a run that ends after a later one takes nothing back.
 
     Args:
         config: settings as YAML.
@@ -73,7 +112,9 @@ def remember(config: str, summary: str) -> None:
     del summary
     run = parse_config(config)
     with step("remember", run):
-        note_prompts(run, name_of(run.data.train))
+        name, last = name_of(run.data.train), last_prompts(run)
+        if MERGED.search(run.data.train) is None or last is None or name > last:
+            note_prompts(run, name)
 
 
 def name_of(source: str) -> str:

@@ -5,7 +5,7 @@ KFP has no fields that may stay empty, so "" and 0 say that the settings decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import yaml
@@ -25,8 +25,9 @@ class Request:
     """The parameters that all pipelines have; "" and 0 leave a thing as the settings say.
 
     Attributes:
-        config: settings as YAML text, `s3://BUCKET/KEY` of such a file, or its path on this machine.
-        overrides: `KEY.PATH=VALUE`, one a line.
+        config: settings as YAML text, `s3://BUCKET/KEY` of such a file, or its path on this machine; a text of one line
+            is YAML or JSON too.
+        overrides: `KEY.PATH=VALUE`, see `entries`.
         run_name: name of the run; one that exists is resumed. "" makes a new one from the settings' name and `kfp_run`.
         kfp_run: id of the KFP run.
         gpu_type, engines, ranks, image, gpu_hours: `kubernetes.gpu_type`, `rollout.engines`, `trainer.ranks`,
@@ -43,28 +44,30 @@ class Request:
     image: str = ""
     gpu_hours: float = 0.0
 
-    def settings(self) -> RunConfig:
+    def settings(self, more: Sequence[str] = ()) -> RunConfig:
         """The settings of the run, under the run's own name.
+
+        Args:
+            more: overrides besides those that are asked for.
 
         Raises:
             ConfigError: something in them is wrong.
             StoreError: they lie in the store and cannot be read.
         """
-        return named(self.read([*self.lines(), *self.fields()]), self.run_name, self.kfp_run)
+        return named(self.read([*self.lines(), *more, *self.fields()]), self.run_name, self.kfp_run)
 
     def lines(self) -> list[str]:
-        """The overrides that are written out; empty lines and those that begin with # say nothing."""
-        lines = (line.strip() for line in self.overrides.splitlines())
-        return [line for line in lines if line and not line.startswith("#")]
+        """The overrides that are written out."""
+        return entries("overrides", self.overrides)
 
     def fields(self) -> Iterator[str]:
         """The fields of the form that are filled in, as overrides. KFP sends whole numbers as floats."""
         if self.gpu_type:
             yield f"kubernetes.gpu_type={yaml_text(self.gpu_type)}"
         if self.engines:
-            yield f"rollout.engines={int(self.engines)}"
+            yield f"rollout.engines={whole(self.engines)}"
         if self.ranks:
-            yield f"trainer.ranks={int(self.ranks)}"
+            yield f"trainer.ranks={whole(self.ranks)}"
         if self.image:
             yield f"kubernetes.image={yaml_text(self.image)}"
         if self.gpu_hours:
@@ -77,7 +80,54 @@ class Request:
             return parse_config(stored_text(source, overrides), overrides)
         if source.endswith((".yaml", ".yml")) and "\n" not in source:
             return load_config(source, overrides)
+        if "\n" not in source:
+            refuse_lost_lines(source)
         return parse_config(self.config, overrides)
+
+
+def entries(name: str, text: str) -> list[str]:
+    """What a field of several entries says: one a line, or `[ENTRY, ENTRY]` as in YAML, because KFP's form has fields
+    of one line only and drops line breaks. Empty lines and those that begin with # say nothing.
+
+    Args:
+        name: of the field.
+        text: what a person wrote.
+
+    Raises:
+        ConfigError: it begins like a list and is none of texts.
+    """
+    if not text.lstrip().startswith("["):
+        lines = (line.strip() for line in text.splitlines())
+        return [line for line in lines if line and not line.startswith("#")]
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        fix = 'Put an entry with a comma, a bracket or a brace of its own between quotes: ["KEY=[1, 2]", KEY=VALUE].'
+        raise ConfigError(name, text, "one entry a line, or [ENTRY, ENTRY]", fix)
+    return [entry.strip() for entry in found]
+
+
+def refuse_lost_lines(text: str) -> None:
+    """Say what became of a run file that was pasted into KFP's form.
+
+    Raises:
+        ConfigError: one line that is no mapping.
+    """
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict):
+        allowed = "valid YAML with its line breaks, JSON in one line, or s3://BUCKET/KEY"
+        fix = "KFP's form drops line breaks; docs/kfp.md says how to write a run file in one line."
+        raise ConfigError("config", text[:40], allowed, fix)
+
+
+def whole(number: float) -> float:
+    """A number without a fraction as an integer; another as it is, for the settings to refuse."""
+    return int(number) if float(number).is_integer() else number
 
 
 def yaml_text(value: str) -> str:
@@ -89,7 +139,7 @@ def stored_text(uri: str, overrides: list[str]) -> str:
     """A file of settings in the store, whose address cannot stand in the file itself.
 
     Raises:
-        ConfigError: no override says where the store is.
+        ConfigError: no override says where the store is, or the file is no text.
         StoreError: it cannot be read.
     """
     endpoints = [value for key, _, value in (line.partition("=") for line in overrides) if key == ENDPOINT]
@@ -97,7 +147,11 @@ def stored_text(uri: str, overrides: list[str]) -> str:
         fix = f"Add the line {ENDPOINT}=http://HOST:PORT to the overrides."
         raise ConfigError("config", uri, f"s3:// together with an override of {ENDPOINT}", fix)
     bucket, key = parse_uri(uri)
-    return ObjectStore.connect(endpoints[-1], bucket, *credentials()).get_bytes(key).decode()
+    data = ObjectStore.connect(endpoints[-1], bucket, *credentials()).get_bytes(key)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("config", uri, "a file of text in UTF-8", f"{error}.") from error
 
 
 def named(config: RunConfig, run_name: str, kfp_run: str) -> RunConfig:

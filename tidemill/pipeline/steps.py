@@ -5,8 +5,8 @@ validate ─► provision ─► train ─► evaluate ─► register, and tear
 
 from __future__ import annotations
 
-import io
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,20 +14,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.failure import recorded
-from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, read_events
+from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, past_events
+from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
-from tidemill.observe.report import Summary, render
+from tidemill.observe.report import Summary, shortened
 from tidemill.pipeline.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
 from tidemill.pipeline.provider import provider_of
-from tidemill.protocols import Evaluation, evaluation_from_json
+from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
 
+LONGEST_SETTINGS = 32 << 10
 LogMetric = Callable[[str, float], None]
 STEPS = ("validate", "provision", "train", "evaluate", "register")
 
@@ -55,6 +55,7 @@ def validate(config: str) -> str:
     """
     run = parse_config(config)
     with step("validate", run):
+        check_length(run)
         check_inputs(run)
         check_model(run)
         check_tracking(run.tracking.uri)
@@ -63,6 +64,18 @@ def validate(config: str) -> str:
         provider_of(run).check()
         pinned = pin_model(run)
     return pinned.to_yaml()
+
+
+def check_length(run: RunConfig) -> None:
+    """Refuse settings that later steps could not be given: see `excerpt`.
+
+    Raises:
+        ConfigError: they are too long.
+    """
+    length = len(run.to_yaml().encode())
+    if length > LONGEST_SETTINGS:
+        fix = "Long texts belong into files: prompts into data.train, a template into the model's tokenizer."
+        raise ConfigError("config", f"{length} bytes", f"at most {LONGEST_SETTINGS} with every default", fix)
 
 
 def provision(config: str) -> str:
@@ -87,24 +100,29 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
         log_metric: gets the numbers of the summary.
 
     Returns:
-        JSON of `observe.report.Summary`.
+        JSON of `observe.report.Summary`, its texts cut.
     """
     run = parse_config(config)
     with step("train", run) as log:
         summary = provider_of(run).train(json.loads(provisioned), log)
         summary.write(run.folder / "summary.json")
     for name, value in asdict(summary).items():
-        if isinstance(value, int | float):
-            log_metric(name, value)
+        log_number(log_metric, name, value)
     return summary.to_json()
+
+
+def log_number(log_metric: LogMetric, name: str, value: object) -> None:
+    """Show a value as a metric of KFP if it is a number; the JSON that KFP reads has no NaN and no infinity."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        log_metric(name, value)
 
 
 def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
     """The score of the exported model on the held-out prompts, from a fresh engine.
 
     Returns:
-        JSON of `protocols.Evaluation` with the answers that the report shows, or `null` without `data.held_out`; MLflow
-        has all answers.
+        JSON of `protocols.Evaluation` with the answers that the report shows, cut, or `null` without `data.held_out`;
+        MLflow has all answers.
     """
     run = parse_config(config)
     trained = Summary.from_json(summary)
@@ -115,14 +133,22 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
         answers = [asdict(answer) for answer in evaluation.answers]
         log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
         track_evaluation(run, trained, evaluation)
-    log_metric("held_out_score", evaluation.score)
-    return json.dumps(asdict(excerpt(evaluation, trained)))
+    log_number(log_metric, "held_out_score", evaluation.score)
+    return json.dumps(asdict(excerpt(evaluation, trained)), ensure_ascii=False)
 
 
 def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
-    """The evaluation with the answers that the report shows: what steps pass on is kept in etcd, which takes little."""
+    """The evaluation with the answers that the report shows.
+
+    KFP hands all inputs of a step to it as one argument of a command, for which Linux has 128 KiB, and keeps them in
+    etcd. MLflow has every answer in full.
+    """
     asked = {sample.prompt for sample in summary.samples}
-    return replace(evaluation, answers=tuple(answer for answer in evaluation.answers if answer.prompt in asked))
+    shown: dict[str, Answer] = {}
+    for answer in map(shortened, evaluation.answers):
+        if answer.prompt in asked:
+            shown.setdefault(answer.prompt, answer)  # prompts that are cut to the same text count once, as the first
+    return replace(evaluation, answers=tuple(shown.values()))
 
 
 class Pointer(Protocol):
@@ -164,7 +190,7 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
 
 def reports_of(run: RunConfig, summary: Summary, measured: Curves) -> dict[str, str]:
     """The report as Markdown and as a page, by the names that MLflow keeps them under."""
-    return {"report.md": as_markdown(summary), "report.html": page(run.name, summary, measured)}
+    return {"report.md": report(run.name, summary), "report.html": page(run.name, summary, measured)}
 
 
 def point(model: Pointer, run: RunConfig, summary: Summary) -> None:
@@ -254,7 +280,7 @@ def track_end(run: RunConfig, summary: Summary, reports: Mapping[str, str]) -> N
 
 def with_times(summary: Summary, run: RunConfig) -> Summary:
     """The summary with the wall time of the newest attempt's steps; tries of one step add up."""
-    events = [event for event in read_events(run.folder / "events.jsonl") if isinstance(event, PhaseStarted)]
+    events = [event for event in past_events(run.folder / "events.jsonl") if isinstance(event, PhaseStarted)]
     seconds = seconds_by_step(events, time.time())
     around = {name: value for name, value in seconds.items() if name != "train"}
     return replace(
@@ -265,23 +291,15 @@ def with_times(summary: Summary, run: RunConfig) -> Summary:
 
 
 def seconds_by_step(phases: Sequence[PhaseStarted], now: float) -> dict[str, float]:
-    """Seconds from the start of each step to that of the next, since the pipeline last began."""
+    """Seconds from the start of each step to that of the next, since the pipeline last began.
+
+    A pod knows of its own step only, which may be one that is not counted.
+    """
     steps = [phase for phase in phases if phase.name in STEPS]
     begins = [index for index, step in enumerate(steps) if step.name == STEPS[0]]
     newest = steps[begins[-1] if begins else 0 :]
     seconds: dict[str, float] = {}
-    for step, end in zip(newest, [*(later.time for later in newest[1:]), now], strict=True):
+    ends = [*(step.time for step in newest), now][1:]
+    for step, end in zip(newest, ends, strict=True):
         seconds[step.name] = seconds.get(step.name, 0.0) + end - step.time
     return seconds
-
-
-def as_markdown(summary: Summary) -> str:
-    """The report for a page of KFP."""
-    text = io.StringIO()
-    render(
-        summary,
-        Console(file=text, width=100),
-        f"tidemill generate models:/{summary.model_version} PROMPT",
-        "tidemill ui",
-    )
-    return f"# Report\n\n```\n{text.getvalue().strip()}\n```\n"

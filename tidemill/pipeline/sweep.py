@@ -6,19 +6,21 @@ In MLflow the variants stand below one run of the sweep; see `tracking.VARIANT` 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.observe.links import links
 from tidemill.observe.report import Summary
-from tidemill.pipeline.request import Request, renamed
+from tidemill.pipeline.request import Request, entries, renamed
 from tidemill.pipeline.steps import (
     Pointer,
     curves,
+    log_number,
     register,
     reports_of,
     scored,
@@ -29,9 +31,12 @@ from tidemill.pipeline.steps import (
 )
 from tidemill.protocols import evaluation_from_json
 from tidemill.run_file import parse_config
+from tidemill.store.server import open_store
 
 MOST = 32
 """Variants of one sweep: each is five pods of KFP besides its cluster."""
+SHARED = ("name", "output", "store", "tracking")
+"""Settings that all variants of a sweep have in common, because it looks for them there."""
 LogMetric = Callable[[str, float], None]
 
 
@@ -40,12 +45,12 @@ def variants(request: Request, text: str) -> Iterator[RunConfig]:
 
     Args:
         request: what all have in common.
-        text: a variant a line, its overrides with spaces between them; quotes as in a shell.
+        text: the variants, see `request.entries`; each is its overrides with spaces between them, quotes as in a shell.
 
     Raises:
         ConfigError: there is none, there are too many, or one is wrong.
     """
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    lines = entries("variants", text)
     if not 1 <= len(lines) <= MOST:
         fix = "Write one a line, for example: trainer.learning_rate=1e-5 seed=3"
         raise ConfigError("variants", len(lines), f"1 to {MOST} variants", fix)
@@ -59,8 +64,25 @@ def variant(request: Request, number: int, line: str) -> RunConfig:
         own = shlex.split(line)
     except ValueError as error:
         raise ConfigError("variants", line, "overrides with spaces between them", f"{error}.") from error
-    config = replace(request, overrides="\n".join([request.overrides, *own])).settings()
+    refuse_without_effect(request, line, [override.partition("=")[0] for override in own])
+    config = request.settings(own)
     return renamed(config, f"{config.name}-v{number}")
+
+
+def refuse_without_effect(request: Request, line: str, keys: Sequence[str]) -> None:
+    """Refuse what a variant cannot choose by itself: where the sweep is told of, and what the form says for all.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    filled = [field.partition("=")[0] for field in request.fields()]
+    for key in keys:
+        if key.partition(".")[0] in SHARED:
+            fix = "Write it into the overrides of the sweep, which are for all."
+            raise ConfigError("variants", line, f"overrides other than {key}", fix)
+        if key in filled:
+            fix = "Leave that field open, or the setting out of the variants."
+            raise ConfigError("variants", line, f"overrides other than {key}, which a field of the form sets", fix)
 
 
 def begin_sweep(request: Request, text: str, page: str) -> list[str]:
@@ -90,42 +112,46 @@ def begin_sweep(request: Request, text: str, page: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a variant ended.
+    """How a variant ended, as `conclude` tells it: little, because `choose` gets that of all variants in one argument.
 
     Attributes:
-        config: its settings.
-        summary: with its held-out score.
+        name: of its run.
+        before, after: held-out scores.
+        steps: of its training.
     """
 
-    config: RunConfig
-    summary: Summary
-
-    @classmethod
-    def read(cls, text: str) -> Outcome:
-        """What `conclude` returned."""
-        tree = json.loads(text)
-        return cls(parse_config(tree["config"]), Summary.from_json(tree["summary"]))
+    name: str
+    before: float | None
+    after: float | None
+    steps: int
 
     @property
     def score(self) -> float:
-        """Held-out score; a variant without one is worse than all others."""
-        return float("-inf") if self.summary.held_out_after is None else self.summary.held_out_after
+        """Held-out score; a variant without one, or with NaN, is worse than all others."""
+        return float("-inf") if self.after is None or math.isnan(self.after) else self.after
+
+
+def result_key(run: str) -> str:
+    """Object of the store with what `register` needs of a variant: its settings and its summary."""
+    return f"runs/{run}/result.json"
 
 
 def conclude(config: str, summary: str, evaluation: str, log_metric: LogMetric) -> str:
     """The end of a variant: its reports, without a version in the registry.
 
     Returns:
-        JSON of `config` and `summary`.
+        JSON of `Outcome`; the store has the rest.
     """
     run, scores = parse_config(config), evaluation_from_json(evaluation)
     with step("conclude", run):
         final = with_times(scored(Summary.from_json(summary), scores), run)
         final.write(run.folder / "summary.json")
         track_end(run, final, reports_of(run, final, curves(run, final)))
-    if final.held_out_after is not None:
-        log_metric("held_out_score", final.held_out_after)
-    return json.dumps({"config": config, "summary": final.to_json()})
+        with open_store(run.store, run.output) as store:
+            whole = json.dumps({"config": config, "summary": final.to_json()})
+            store.put_bytes(result_key(run.name), whole.encode())
+    log_number(log_metric, "held_out_score", final.held_out_after)
+    return json.dumps(asdict(Outcome(run.name, final.held_out_before, final.held_out_after, final.steps)))
 
 
 def choose(sweep: Request, results: Sequence[str], report_path: str, page_path: str, model: Pointer) -> str:
@@ -143,24 +169,24 @@ def choose(sweep: Request, results: Sequence[str], report_path: str, page_path: 
     """
     from tidemill.store.tracking import close_sweep
 
-    outcomes = [Outcome.read(text) for text in results]
+    base, outcomes = sweep.settings(), [Outcome(**json.loads(text)) for text in results]
     best = max(outcomes, key=lambda outcome: outcome.score)
-    final = register(best.config.to_yaml(), best.summary.to_json(), "null", report_path, page_path, model)
+    with open_store(base.store, base.output) as store:
+        whole = json.loads(store.get_bytes(result_key(best.name)))
+    final = register(whole["config"], whole["summary"], "null", report_path, page_path, model)
     report = f"{table(outcomes, best)}\n{Path(report_path).read_text(encoding='utf-8')}"
     Path(report_path).write_text(report, encoding="utf-8")
-    close_sweep(
-        sweep.settings(), {outcome.config.name: outcome.score for outcome in outcomes}, best.config.name, report
-    )
+    scores = {outcome.name: outcome.after for outcome in outcomes if outcome.after is not None}
+    close_sweep(base, scores, best.name, report)
     return final
 
 
 def table(outcomes: Sequence[Outcome], best: Outcome) -> str:
     """The variants, best first."""
-    ranked = sorted(outcomes, key=lambda outcome: -outcome.score)
     rows = (
-        f"| {outcome.config.name}{' (best)' if outcome is best else ''} | {shown(outcome.summary.held_out_before)} "
-        f"| {shown(outcome.summary.held_out_after)} | {outcome.summary.steps} |"
-        for outcome in ranked
+        f"| {outcome.name}{' (best)' if outcome is best else ''} | {shown(outcome.before)} | {shown(outcome.after)} "
+        f"| {outcome.steps} |"
+        for outcome in sorted(outcomes, key=lambda outcome: -outcome.score)
     )
     return "\n".join(["# Sweep", "", "| variant | before | after | steps |", "|---|---|---|---|", *rows, ""])
 

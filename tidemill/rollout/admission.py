@@ -6,18 +6,21 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from tidemill.config import RunConfig
+from tidemill.errors import RunError
+from tidemill.rollout.deferral import Deferral
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.staleness import StalenessPolicy, too_old
 
 
 class Admission:
-    """How many groups may start, and whether any more are wanted.
+    """Which group may start, and whether any more are wanted.
 
     Args:
         config: the bounds.
         engines: how many there are.
         ledger: of the run.
         version: the version that the engines sample from at the start.
+        deferral: chooses among the prompts of one version.
 
     Attributes:
         policy: of the config.
@@ -25,8 +28,9 @@ class Admission:
         queued: oldest version of every group in the queue or on its way into it, by uid.
     """
 
-    def __init__(self, config: RunConfig, engines: int, ledger: Ledger, version: int) -> None:
-        self._ledger, self._step, self._per_version = ledger, config.required_samples, config.groups_per_version
+    def __init__(self, config: RunConfig, engines: int, ledger: Ledger, version: int, deferral: Deferral) -> None:
+        self._deferral, self._ledger = deferral, ledger
+        self._step, self._per_version = config.required_samples, config.groups_per_version
         self._wanted = config.trainer.steps * config.required_samples
         # A version that ended early, with the data or the steps, counts like a whole one.
         self._uncounted = version * config.groups_per_version - ledger.trained_count
@@ -38,6 +42,29 @@ class Admission:
     def resize(self, engines: int) -> None:
         """So many engines are there now; with none, nothing starts."""
         self.policy = replace(self.policy, max_concurrent=self._per_engine * engines)
+
+    def begin_version(self, version: int, now: float) -> None:
+        """The engines sample from this version now.
+
+        Raises:
+            RunError: it goes backwards.
+        """
+        if version < self.version:
+            raise RunError(f"policy version {version} begins after version {self.version}")
+        if version > self.version:
+            self._deferral.begin_version(now)
+        self.version = version
+
+    def next(self, under_way: Collection[int], now: float) -> int | None:
+        """The occurrence that may start beside the given ones; None if there is no room, or nothing left to start.
+
+        It overtakes less than the groups of a version, and nothing for which the run would then have no place left: the
+        run trains the occurrences that it would train in order.
+        """
+        if self.capacity(under_way) == 0:
+            return None
+        places = self._wanted + self._uncounted - self.settled(under_way) - len(under_way)
+        return self._deferral.choose(self._ledger.upcoming(min(self._per_version, places)), now)
 
     def capacity(self, under_way: Collection[int]) -> int:
         """Groups that may start beside those of the given uids."""

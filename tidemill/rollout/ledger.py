@@ -1,6 +1,7 @@
 """The ledger: what became of every prompt occurrence. Pure bookkeeping, no IO.
 
-An occurrence (`uid`) is waiting, dispatched, queued, trained or quarantined:
+An occurrence (`uid`) is waiting, dispatched, queued, trained or quarantined; it waits when it was dropped, or passed
+over when a later one was dispatched:
 
     waiting ──dispatched──► dispatched ──queued──► queued ──trained──► trained
        ▲                        │  │                 │
@@ -17,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain, count, islice
 from typing import Any, Literal
 
 from tidemill.errors import CheckpointError, RunError
@@ -45,7 +47,7 @@ class Ledger:
         self._crashed: dict[int, int] = {}
 
     def next_uid(self) -> int | None:
-        """The occurrence to dispatch next: re-issues first, lowest first, then a new one; None when there is none.
+        """The occurrence to dispatch next: what waits first, lowest first, then a new one; None when there is none.
 
         Does not change anything; `dispatched` does.
         """
@@ -55,18 +57,28 @@ class Ledger:
             return None
         return self._cursor
 
+    def upcoming(self, most: int) -> list[int]:
+        """What `next_uid` would return one after the other, if each was dispatched; `most` of them at most."""
+        new = count(self._cursor) if self.total is None else range(self._cursor, self.total)
+        return list(islice(chain(sorted(self._waiting), new), most))
+
     def dispatched(self, uid: int) -> None:
-        """Count one issue of `uid`, which must be what `next_uid` returns.
+        """Count one issue of `uid`, which waits or was never issued; new ones before it wait from now on.
 
         Raises:
-            RunError: another uid.
+            RunError: it is neither, or beyond the end of the stream.
         """
-        if uid != self.next_uid():
-            raise RunError(f"occurrence {uid} was dispatched although {self.next_uid()} is next")
-        if self._waiting:
-            heapq.heappop(self._waiting)
+        if uid in self._waiting:
+            self._waiting.remove(uid)
+            heapq.heapify(self._waiting)
+        elif self._cursor <= uid and (self.total is None or uid < self.total):
+            for passed in range(self._cursor, uid):
+                heapq.heappush(self._waiting, passed)
+            self._cursor = uid + 1
         else:
-            self._cursor += 1
+            raise RunError(
+                f"occurrence {uid} cannot be dispatched: it is {self._flight.get(uid) or self._whereabouts(uid)}"
+            )
         self._flight[uid] = "dispatched"
         self._issued += 1
 
@@ -284,5 +296,5 @@ class Ledger:
         if uid in self._quarantined:
             return f"quarantined ({self._quarantined[uid]})"
         if uid in self._waiting:
-            return "waiting to be issued again"
+            return "waiting to be issued"
         return "trained already" if 0 <= uid < self._cursor else "not issued yet"

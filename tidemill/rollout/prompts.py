@@ -71,10 +71,18 @@ class PromptSet:
         Raises:
             DataError: beyond the last epoch.
         """
+        return replace(self.at(self.row(uid)), uid=uid)
+
+    def row(self, uid: int) -> int:
+        """The row of occurrence `uid`.
+
+        Raises:
+            DataError: beyond the last epoch.
+        """
         if uid < 0 or (self.total is not None and uid >= self.total):
             raise DataError(f"prompt occurrence {uid} is outside of the stream of {self.total}")
         epoch, position = divmod(uid, len(self._rows))
-        return replace(self.at(int(self._order(epoch)[position])), uid=uid)
+        return int(self._order(epoch)[position])
 
     def at(self, row: int) -> Prompt:
         """The prompt of a row, whose uid is the row: the order of the data, for evaluation."""

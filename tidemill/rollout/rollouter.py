@@ -17,11 +17,12 @@ from functools import partial
 from typing import Any
 
 from tidemill.config import RunConfig
-from tidemill.errors import EngineCrashedError, RunError
+from tidemill.errors import EngineCrashedError
 from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
 from tidemill.rollout.activity import Clock, IdleMeter, Tally
 from tidemill.rollout.admission import Admission
+from tidemill.rollout.deferral import Deferral
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.failures import FailureStreak, FlightFailure, Suspects, Watchdog
@@ -72,7 +73,8 @@ class Rollouter:
         self.config, self.prompts, self.queue, self.ledger = config, prompts, queue, ledger
         pool, idle = EnginePool(engines), IdleMeter(clock)
         self._engines, self._idle, self._clock = pool, idle, clock
-        self._admission = Admission(config, len(engines), ledger, version)
+        self._deferral = Deferral(prompts.row, len(prompts), config.asynchrony)
+        self._admission = Admission(config, len(engines), ledger, version, self._deferral)
         self._turns = Turns(self._admission.policy)
         self._tally = Tally()
         self._producer = Producer(
@@ -145,7 +147,7 @@ class Rollouter:
                 LOG.warning("%d groups did not end: %s", len(left), list(self._flights))
 
     async def _admit(self) -> None:
-        while (uid := self.ledger.next_uid()) is not None and not self._stopping and self._room() > 0:
+        while not self._stopping and (uid := self._admission.next(self._flights, self._clock())) is not None:
             if self._suspects.must_wait(uid, self._flights.values()):
                 return
             self.ledger.dispatched(uid)
@@ -159,9 +161,6 @@ class Rollouter:
             self._flights[uid] = flight
             flight.task = asyncio.create_task(self._fly(flight))
             flight.task.add_done_callback(partial(self._landed, flight))
-
-    def _room(self) -> int:
-        return self._admission.capacity(self._flights)
 
     def _skip(self, uid: int, tokens: int) -> None:
         limit = self.config.data.max_prompt_tokens
@@ -185,6 +184,7 @@ class Rollouter:
             return
         self._watchdog.progress()
         self._tally.group(group, self._clock() - flight.started)
+        self._deferral.finished(flight.uid, flight.started, self._clock())
         await self._deliver(flight, group)
 
     async def _deliver(self, flight: Flight, group: Group) -> None:
@@ -339,9 +339,7 @@ class Rollouter:
         Raises:
             RunError: the version goes backwards.
         """
-        if version < self._admission.version:
-            raise RunError(f"policy version {version} begins after version {self._admission.version}")
-        self._admission.version = version
+        self._admission.begin_version(version, self._clock())
         self._engines.forgive()
         for flight in list(self._flights.values()):
             if flight.stage == "generating" and self._admission.too_old(flight.version):
@@ -358,6 +356,7 @@ class Rollouter:
             RunError: one of them was trained before or never queued.
         """
         self.ledger.trained(uids)
+        self._deferral.trained(uids)
         for uid in uids:
             self._admission.queued.pop(uid, None)
             self._sampled.pop(uid, None)
@@ -385,11 +384,12 @@ class Rollouter:
         return self._engines.loads.take()
 
     async def stats(self) -> Mapping[str, float]:
-        """`idle`, `engines`, groups by stage, what `Tally.take` returns, and the ledger's counts as `ledger/NAME`."""
+        """`idle`, `engines`, `deferred`, groups by stage, `Tally.take`, and the ledger's counts as `ledger/NAME`."""
         stages = Counter(flight.stage for flight in self._flights.values())
         return {
             "idle": self._idle.read(),
             "engines": float(len(self._engines)),
+            "deferred": float(len(self._deferral)),
             **{stage: float(stages[stage]) for stage in ("generating", "scoring", "delivering")},
             **self._tally.take(),
             **{f"ledger/{name}": float(count) for name, count in self.ledger.counts().items()},

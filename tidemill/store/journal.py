@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from tidemill.errors import StoreError
+from tidemill.errors import StoreError, StoreGapError
 from tidemill.store.object_store import ListedObject, ObjectStore
 
 INTERVAL_S = 3.0
@@ -148,9 +148,14 @@ class JournalReader:
         """What has been added since the last call, or since `offset`; empty if nothing.
 
         Raises:
-            StoreError: the store cannot be reached, or segments are missing.
+            StoreGapError: segments are missing; `offset` may be set behind them.
+            StoreError: the store cannot be reached.
         """
-        pieces = [self.piece(segment) for segment in self.store.list(self.prefix, after=self.before())]
+        pieces: list[bytes] = []
+        for segment in self.store.list(self.prefix, after=self.before()):
+            if start_of(segment) > self.offset and any(pieces):
+                break  # what was read counts; the next call tells of the gap
+            pieces.append(self.piece(segment))
         return b"".join(pieces)
 
     def before(self) -> str:
@@ -166,7 +171,7 @@ class JournalReader:
         if end <= self.offset:
             return b""
         if start > self.offset:
-            raise StoreError(f"{self.store.uri(self.prefix)} lacks the bytes {self.offset} to {start}")
+            raise StoreGapError(f"{self.store.uri(self.prefix)} lacks the bytes {self.offset} to {start}", start)
         data = self.store.get_bytes(segment.key)[self.offset - start :]
         self.offset, self.last = end, segment.key
         return data

@@ -21,7 +21,7 @@ from minio.deleteobjects import DeleteObject
 from minio.error import MinioException, S3Error
 from urllib3.exceptions import HTTPError, MaxRetryError
 
-from tidemill.errors import ConfigError, StoreError
+from tidemill.errors import ConfigError, StoreError, StoreRefusedError
 
 PART_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10  # with 1 MiB the allocator returns every chunk to the system, which costs twice the time
@@ -214,7 +214,8 @@ class ObjectStore:
         try:
             yield
         except S3Error as error:
-            raise StoreError(f"{subject} at {self.endpoint}: {advice(error)}") from error
+            refused = StoreRefusedError if error.code in REFUSED else StoreError
+            raise refused(f"{subject} at {self.endpoint}: {advice(error)}") from error
         except (MinioException, HTTPError) as error:
             cause = error.reason if isinstance(error, MaxRetryError) else error
             raise StoreError(
@@ -229,7 +230,10 @@ def advice(error: S3Error) -> str:
     """What the server said, and what to do about it."""
     said = f"{error.code}: {error.message}"
     if error.code in REFUSED:
-        return f"{said} Check the keys in {ACCESS_KEY} and {SECRET_KEY} and what they may do in this bucket."
+        return (
+            f"{said} Check the keys in {ACCESS_KEY} and {SECRET_KEY} (in pods: of kubernetes.store_secret), and what "
+            "they may do in this bucket."
+        )
     if error.code in MISSING:
         return f"{said} Check the name; it may have been deleted."
     return said
@@ -281,9 +285,11 @@ def credentials() -> tuple[str, str]:
     """
     for name in (ACCESS_KEY, SECRET_KEY):
         if not os.environ.get(name):
-            raise ConfigError(
-                name, None, "the S3 key, in the environment", f"Export {name}, or set store.endpoint to embedded."
+            fix = (
+                f"Export {name}. Only store.endpoint = embedded, on this machine, needs no keys. A step of a pipeline "
+                "gets it from the secret that the parameter store_secret names, in the step's own namespace."
             )
+            raise ConfigError(name, None, "the S3 key, in the environment", fix)
     return os.environ[ACCESS_KEY], os.environ[SECRET_KEY]
 
 

@@ -23,8 +23,12 @@ import tidemill
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.kuberay.names import job_name
+from tidemill.observe.excerpt import excerpt
+from tidemill.observe.links import places
 from tidemill.protocols import Evaluation
+from tidemill.store.dataset_inputs import dataset_inputs
 from tidemill.store.metric_writer import MetricWriter, Point, Spool, Unwritten
+from tidemill.store.run_note import note_run, noted_run
 
 METRIC_NAME = re.compile(r"^[A-Za-z0-9_\-. :/]{1,250}$")
 PARAM_LENGTH, PARAMS_PER_CALL = 6000, 100
@@ -35,6 +39,10 @@ VARIANT = re.compile(r"^(?P<sweep>.+)-v\d+$")
 SWEEP, PARENT = "tidemill.sweep", "mlflow.parentRunId"
 OWNED = "tidemill.version"
 """Tag of a run whose settings are logged; a run made by MLFLOW_RUN_ID's owner does not have it yet."""
+FAILURE = "tidemill.failure"
+"""Tag of a run whose last attempt failed: why; gone once another one goes on."""
+NOTE, SOURCE, COMMIT = "mlflow.note.content", "mlflow.source.name", "mlflow.source.git.commit"
+"""Tags that MLflow shows as the description of a run, in Markdown, and as its source."""
 ATTEMPT, KFP_RUN, REVISION = "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "TIDEMILL_GIT_REVISION"
 """Variables: the number of the attempt and the id of the KFP run, which the RayJob sets; the commit of the image."""
 ENVIRONMENT = {
@@ -72,7 +80,10 @@ class TrackedRun:
             self.run_id = str(run.info.run_id)
             if OWNED not in run.data.tags:
                 describe(self.client, self.run_id, self.config)
+            if FAILURE in run.data.tags:
+                self.client.delete_tag(self.run_id, FAILURE)
             set_tags(self.client, self.run_id, attempt_tags(self.config))
+            note_run(self.config, self.run_id)
             self.opened = True
         return str(self.run_id)
 
@@ -86,12 +97,12 @@ class Tracker:
 
     @classmethod
     def start(cls, config: RunConfig, run_id: str | None = None) -> Tracker:
-        """Open the run `run_id`, else the one that MLFLOW_RUN_ID names, else a new one.
+        """Open the run `run_id`, else the one that MLFLOW_RUN_ID or the run's folder names, else a new one.
 
         Raises:
             ConfigError: MLflow cannot be reached or refuses, and the run only begins, outside of pods.
         """
-        uri, known = tracking_uri(config), run_id or os.environ.get("MLFLOW_RUN_ID")
+        uri, known = tracking_uri(config), run_id or os.environ.get("MLFLOW_RUN_ID") or noted_run(config)
         run = TrackedRun(make_client(uri), config, known)
         from mlflow.exceptions import MlflowException
 
@@ -153,6 +164,14 @@ class Tracker:
             listed = [*known, {"path": name, "type": "table"}][-MAX_TABLES:]
             self.client.set_tag(run_id, TABLES, json.dumps(listed))
 
+    def fail(self, error: BaseException) -> Unwritten:
+        """End the run as failed, and say why in its tags, or as killed where somebody ended it; see `finish`."""
+        if not isinstance(error, Exception):
+            return self.finish("KILLED")
+        why = excerpt(f"{type(error).__name__}: {error}")
+        self.writer.submit("failure", lambda: set_tags(self.client, self.run.open(), {FAILURE: why}))
+        return self.finish("FAILED")
+
     def finish(self, status: Status, timeout_s: float = FINISH_TIMEOUT_S) -> Unwritten:
         """Write what waits and end the run; says what did not reach MLflow in time."""
         self.writer.submit("status", lambda: self.client.set_terminated(self.run.open(), status))
@@ -170,6 +189,23 @@ class Tracker:
 
         metrics = [Metric(point.key, point.value, point.milliseconds, point.step) for point in points]
         self.client.log_batch(self.run.open(), metrics=metrics)
+
+
+def end_killed(config: RunConfig) -> None:
+    """End the MLflow run of a training run whose processes were ended from outside, and could not do so themselves.
+
+    A server that is away leaves it as it was; the log says so.
+    """
+    if (run_id := noted_run(config)) is None:
+        return
+    client = make_client(tracking_uri(config))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        if client.get_run(run_id).info.status == "RUNNING":
+            client.set_terminated(run_id, "KILLED")
+    except MlflowException as error:
+        log.warning("MLflow at %s is not told that the run was ended: %s", tracking_uri(config), error)
 
 
 def history(config: RunConfig, run_id: str, name: str) -> list[tuple[int, float]]:
@@ -287,7 +323,7 @@ def close_sweep(config: RunConfig, scores: Mapping[str, float], best: str, repor
         client.set_tag(run.info.run_id, "tidemill.best", best)
         client.log_text(run.info.run_id, report, "report.md")
         client.set_terminated(run.info.run_id)
-    except MlflowException as error:
+    except (MlflowException, OSError) as error:  # what its HTTP client raises of artifacts is an OSError
         log.warning("the sweep %s is not told in MLflow at %s: %s", config.name, tracking_uri(config), error)
 
 
@@ -314,18 +350,21 @@ def open_experiment(client: Any, config: RunConfig) -> str:
 
 
 def describe(client: Any, run_id: str, config: RunConfig) -> None:
-    """Log the settings as parameters and where the run comes from as tags, once."""
+    """Log the settings as parameters, the prompts as datasets, and where the run comes from as tags, once."""
     from mlflow.entities import Param
 
     params = [Param(key, value) for key, value in flatten(config.model_dump(mode="json"))]
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
-    set_tags(client, run_id, {"tidemill.model": config.model, OWNED: tidemill.__version__})
+    client.log_inputs(run_id, datasets=dataset_inputs(config))
+    tags = {"tidemill.model": config.model, NOTE: places(config), SOURCE: "tidemill", OWNED: tidemill.__version__}
+    set_tags(client, run_id, tags)
 
 
 def attempt_tags(config: RunConfig) -> dict[str, str | None]:
     """What made the present attempt: the code, and on Kubernetes the cluster, its image and the KFP run."""
-    tags = {"tidemill.git_revision": git_revision(), "kfp.run_id": os.environ.get(KFP_RUN)}
+    revision = git_revision()
+    tags = {"tidemill.git_revision": revision, COMMIT: revision, "kfp.run_id": os.environ.get(KFP_RUN)}
     attempt = os.environ.get(ATTEMPT)
     if config.cluster.provider == "kuberay" and attempt is not None:
         tags["tidemill.attempt"] = attempt

@@ -3,6 +3,8 @@
 The first touch of a page costs several times what copying it does, and is paid for each new file and for each new
 mapping. So a file is used again for a later version, and each process keeps its mapping for as long as the file has a
 name. A file is locked while it is used: shared by those who read, alone by the one who has it written.
+
+A version of a few megabytes is copied in a millisecond, so whatever is known from the mapping is not read again.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ class Mapped:
     """A file that is mapped.
 
     Attributes:
-        header: everything before the tensors.
+        nbytes: of the file.
         tensors: by name, views of the file. Writing to them writes to it, or kills a process that may only read.
     """
 
-    header: bytes
+    nbytes: int
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
@@ -64,7 +66,13 @@ class Mapped:
             }
         except (KeyError, RuntimeError) as error:
             raise SyncError(f"the tensors in {file.name} cannot be used as they lie there: {error!r}") from error
-        return cls(header, tensors)
+        return cls(nbytes, tensors)
+
+    def holds(self, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bool:
+        """Whether it has room for these parameters as `dtype`, and for no others."""
+        return self.tensors.keys() == parameters.keys() and all(
+            tensor.dtype == dtype and tensor.shape == parameters[name].shape for name, tensor in self.tensors.items()
+        )
 
 
 class MappedWeights:
@@ -101,8 +109,8 @@ class MappedWeights:
     ) -> int:
         """Write parameters by their Hugging Face names, as `dtype`, in one pass; returns the bytes of the file.
 
-        A file of the same tensors that is there already is written over, so it must be one that nobody reads: see
-        `outbox.alone`. A head that is tied to the embedding is the same parameter and stands under the embedding's
+        A file of the same tensors that this process wrote before is written over, so it must be one that nobody reads:
+        see `outbox.alone`. A head that is tied to the embedding is the same parameter and stands under the embedding's
         name only.
 
         Args:
@@ -118,16 +126,20 @@ class MappedWeights:
             for parameter in parameters.values():
                 whole(parameter.detach())
             return 0
-        header, nbytes = layout(parameters, dtype)
-        if path.exists() and not begins_with(path, header):
-            path.unlink()
-        if not path.exists():
-            create(path, header, nbytes)
-        with path.open("r+b") as file:
-            mapped = self.mapped(path, file)
+        mapped = self.writable(path, parameters, dtype)
         for name, parameter in parameters.items():
             mapped.tensors[name].copy_(whole(parameter.detach()))
-        return nbytes
+        return mapped.nbytes
+
+    def writable(self, path: Path, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Mapped:
+        """A file of these tensors: the one that is there, if this process has it mapped, or a new one."""
+        kept = self.kept.get(path.stat().st_ino) if path.exists() else None
+        if kept is not None and kept.holds(parameters, dtype):
+            return kept
+        path.unlink(missing_ok=True)
+        create(path, *layout(parameters, dtype))
+        with path.open("r+b") as file:
+            return self.mapped(path, file)
 
     def mapped(self, path: Path, file: IO[bytes]) -> Mapped:
         """An open file, mapped; lets go of those that have no name in its folder any more."""
@@ -146,12 +158,6 @@ def check_current(path: Path, file: IO[bytes], nbytes: int) -> None:
     size = os.fstat(file.fileno()).st_size
     if size != nbytes:
         raise SyncError(f"{path} has {size} bytes and was announced with {nbytes}: the export did not arrive whole")
-
-
-def begins_with(path: Path, header: bytes) -> bool:
-    """Whether a file is of these tensors."""
-    with path.open("rb") as file:
-        return file.read(len(header)) == header
 
 
 def layout(parameters: Mapping[str, Any], dtype: torch.dtype) -> tuple[bytes, int]:

@@ -78,7 +78,7 @@ def read_settings(script: str, arguments: Sequence[str], environment: Mapping[st
             "SCRIPT",
             f"{len(commands)} commands with key=value settings",
             "one command of the form `python -m verl... key=value ...`",
-            "Keep one of them.",
+            "Keep one of them." if commands else "Write its settings into the script, not into a file that it reads.",
         )
     settings: dict[str, Text] = {}
     for word in [*commands[0], *(Word(argument, argument) for argument in arguments)]:

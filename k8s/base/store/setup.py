@@ -72,7 +72,19 @@ def make_users(endpoint: str, env: Mapping[str, str]) -> None:
         admin.policy_set(bucket, user=user)
 
 
+def check_users(env: Mapping[str, str]) -> None:
+    """Refuse one access key for two users: the second would take the bucket of the first away.
+
+    Args:
+        env: keys of the owner and of the users.
+    """
+    users = [env[f"{who.upper()}_ACCESS_KEY"] for who in ("admin", *BUCKETS)]
+    if len(set(users)) < len(users):
+        sys.exit("the secrets of the store have the same access_key: give each its own, see k8s/secrets")
+
+
 if __name__ == "__main__":
+    check_users(os.environ)
     make_buckets(sys.argv[1], os.environ)
     if "--buckets-only" not in sys.argv[2:]:
         make_users(sys.argv[1], os.environ)

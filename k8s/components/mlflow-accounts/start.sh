@@ -3,6 +3,8 @@
 # memory, and not into an image or a config map.
 set -eu
 umask 077
+: "${MLFLOW_FLASK_SERVER_SECRET_KEY:?is empty: session_key of the secret tidemill-mlflow-accounts}"
+: "${ADMIN_PASSWORD:?is empty: password of the secret tidemill-mlflow-accounts}"
 password=$(printf '%s' "$ADMIN_PASSWORD" | sed 's/%/%%/g')
 cat > "$MLFLOW_AUTH_CONFIG_PATH" <<EOF
 [mlflow]

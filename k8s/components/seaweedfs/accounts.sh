@@ -2,6 +2,16 @@
 # Writes the accounts of the S3 server into memory: the owner, and a user for each bucket who may use it alone.
 set -eu
 umask 077
+# The keys stand in JSON; an empty one would be a user without a password.
+for key in "$ADMIN_ACCESS_KEY" "$ADMIN_SECRET_KEY" "$TIDEMILL_ACCESS_KEY" "$TIDEMILL_SECRET_KEY" \
+    "$MLFLOW_ACCESS_KEY" "$MLFLOW_SECRET_KEY"; do
+    case $key in
+    '' | *[!A-Za-z0-9+/=_.-]*)
+        echo 'a key of the store is empty, or has more than letters, digits and + / = _ . -: see k8s/secrets' >&2
+        exit 1
+        ;;
+    esac
+done
 user() {
     printf '{"name":"%s","credentials":[{"accessKey":"%s","secretKey":"%s"}],"actions":[%s]}' "$@"
 }

@@ -1,0 +1,135 @@
+"""Which prompts are put off to the next version, and which never are."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_rig import Rig, run_config
+
+from tidemill.fakes import FakeEngine
+from tidemill.protocols import Sampling
+from tidemill.records import Completion, Int32Array
+from tidemill.rollout.deferral import Deferral
+from tidemill.rollout.ledger import Ledger
+
+ROWS = 10
+
+
+def deferral(eta: int = 1, trigger: int = 4, lasted: float = 40.0, **seconds: float) -> Deferral:
+    """Knows the given rows, `r3=30.0`; a version that `lasted` ended at time 0, long after all groups had finished."""
+    asynchrony = {"max_staleness": eta, "trigger_parameter_sync_step": trigger}
+    made = Deferral(lambda uid: uid % ROWS, ROWS, run_config(asynchrony=asynchrony).asynchrony)
+    for row, took in seconds.items():
+        made.finished(int(row[1:]), -1000.0 - took, -1000.0)
+    made.begin_version(-lasted)
+    made.begin_version(0.0)
+    return made
+
+
+def test_a_prompt_of_unknown_length_starts_in_its_turn() -> None:
+    assert deferral(r3=60.0).choose([11, 13], now=39.0) == 11
+
+
+def test_a_long_prompt_starts_early_in_a_version_and_is_put_off_late_in_one() -> None:
+    # 2 versions of 40 s, less a step of 10 s: 70 s from the start of the version
+    assert deferral(r3=60.0).choose([13, 14], now=9.0) == 13
+    late = deferral(r3=60.0)
+    assert late.choose([13, 14], now=11.0) == 14
+    assert len(late) == 1
+    late.begin_version(40.0)
+    assert late.choose([13, 15], now=79.0) == 13  # it is due, however late
+    assert len(late) == 0
+
+
+def test_a_prompt_gets_twice_the_time_that_it_took_but_never_more_than_the_longest() -> None:
+    assert deferral(r3=20.0, r4=60.0).choose([13, 15], now=31.0) == 15  # 40 s of 39
+    assert deferral(r3=20.0, r4=60.0).choose([13, 15], now=29.0) == 13
+    assert deferral(r3=20.0, r4=30.0).choose([13, 15], now=39.0) == 13
+
+
+def test_where_the_trainer_waits_for_groups_its_last_batch_is_taken_when_the_last_of_them_is_finished() -> None:
+    made = deferral(r3=60.0)
+    made.finished(5, 30.0, 37.0)
+    made.finished(6, 30.0, 35.0)
+    made.trained([5, 6])
+    made.begin_version(40.0)  # 2 versions of 40 s, less 3 s
+    assert made.choose([13, 14], now=40.0 + 16.0) == 13
+    assert made.choose([13, 14], now=40.0 + 18.0) == 14
+
+
+def test_the_first_starts_where_none_ends_in_time() -> None:
+    made = deferral(r3=60.0, r4=60.0)
+    assert made.choose([13, 14], now=39.0) == 13
+    assert len(made) == 0
+    assert made.choose([], now=39.0) is None
+
+
+@given(seconds=st.floats(0, 1e6), now=st.floats(0, 1e6))
+def test_with_a_bound_of_zero_the_order_is_that_of_the_data(seconds: float, now: float) -> None:
+    assert deferral(eta=0, r3=seconds).choose([13, 14], now) == 13
+
+
+@given(eta=st.integers(1, 4), trigger=st.integers(2, 8), share=st.floats(0, 1), length=st.floats(0, 1))
+def test_generations_that_fit_wherever_they_start_are_never_put_off(
+    eta: int, trigger: int, share: float, length: float
+) -> None:
+    longest = 40.0 * (eta - 1 / trigger) * (1 - 1e-6)
+    made = deferral(eta, trigger, r3=longest * length, r4=longest)
+    assert made.choose([13, 14, 15], now=40.0 * share) == 13
+
+
+def test_before_a_version_was_measured_nothing_is_put_off() -> None:
+    made = Deferral(lambda uid: uid, ROWS, run_config().asynchrony)
+    made.finished(3, -1000.0, 0.0)
+    assert made.choose([3, 4], now=500.0) == 3
+    made.begin_version(500.0)
+    assert made.choose([3, 4], now=900.0) == 3
+
+
+@given(seed=st.integers(0, 2**32), lookahead=st.integers(1, 12))
+def test_no_prompt_is_put_off_in_two_versions_and_each_starts_once(seed: int, lookahead: int) -> None:
+    rng, made, ledger = random.Random(seed), deferral(), Ledger(60)
+    now, version = 0.0, 0
+    passed, started = defaultdict[int, set[int]](set), list[int]()
+    while (uids := ledger.upcoming(lookahead)) and (uid := made.choose(uids, now)) is not None:
+        for other in uids[: uids.index(uid)]:
+            passed[other].add(version)
+        ledger.dispatched(uid)
+        started.append(uid)
+        made.finished(uid, now - rng.choice([1.0, 30.0, 80.0]), now)
+        now += rng.choice([0.0, 3.0])
+        if rng.random() < 0.1:
+            made.begin_version(now)
+            version += 1
+    assert all(len(versions) == 1 for versions in passed.values())
+    assert sorted(started) == list(range(60))
+    assert len(made) == 0
+
+
+class Timed(FakeEngine):
+    """Serves one request at once, and lets the time pass that its row takes."""
+
+    now = 0.0
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        completions = await super().generate(request_id, prompt_ids, sampling)
+        self.now += 30.0 if int(request_id.partition(".")[0]) % 8 == 6 else 1.0
+        return completions
+
+
+async def test_a_run_starts_what_took_long_early_in_the_next_version_and_trains_every_prompt_once() -> None:
+    engine = Timed()
+    config = run_config(
+        data={"shuffle": False},
+        rollout={"concurrent_samples_per_replica": 1, "group_timeout_s": 1e4},
+        trainer={"steps": 12},
+    )
+    rig = Rig(config, rows=8, engines=[engine], clock=lambda: engine.now)
+    await rig.run()
+    order = [int(name.partition(".")[0]) for name, _ in engine.requests]
+    assert order[:8] == list(range(8))  # nothing is known yet
+    assert order != sorted(order)
+    assert sorted(order) == rig.uids == list(range(48))
