@@ -20,13 +20,14 @@ from tidemill.config import RunConfig
 from tidemill.errors import EngineCrashedError
 from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
-from tidemill.rollout.activity import Clock, IdleMeter, Tally
+from tidemill.rollout.activity import Clock, IdleMeter
 from tidemill.rollout.admission import Admission
+from tidemill.rollout.books import Books
 from tidemill.rollout.deferral import Deferral
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
-from tidemill.rollout.failures import FailureStreak, FlightFailure, Suspects, Watchdog
-from tidemill.rollout.flights import ABORT_TIMEOUT_S, ANSWER_TIMEOUT_S, Decode, Flight, Scorer, tokens_of
+from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
+from tidemill.rollout.flights import ABORT_TIMEOUT_S, ANSWER_TIMEOUT_S, Decode, Flight, Scorer
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
 from tidemill.rollout.prompts import PromptSet
@@ -76,16 +77,12 @@ class Rollouter:
         self._deferral = Deferral(prompts.row, len(prompts), config.asynchrony)
         self._admission = Admission(config, len(engines), ledger, version, self._deferral)
         self._turns = Turns(self._admission.policy)
-        self._tally = Tally()
-        self._producer = Producer(
-            config, pool, rewards, decode, idle, clock, partial(self._tally.count, "wasted_tokens")
-        )
+        self._books = Books(config, ledger, self._admission.queued)
+        self._producer = Producer(config, pool, rewards, decode, idle, clock, self._books.waste)
         self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
         self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
-        self._suspects = Suspects(ledger, config.rollout.max_attempts)
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
         self._flights: dict[int, Flight] = {}
-        self._sampled: dict[int, int] = {}  # tokens of every group that is finished and not trained yet, by uid
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -148,12 +145,13 @@ class Rollouter:
 
     async def _admit(self) -> None:
         while not self._stopping and (uid := self._admission.next(self._flights, self._clock())) is not None:
-            if self._suspects.must_wait(uid, self._flights.values()):
+            if self._books.suspects.must_wait(uid, self._flights.values()):
                 return
             self.ledger.dispatched(uid)
             prompt = self.prompts.prompt(uid)
             if self.prompts.too_long(prompt):
-                self._skip(uid, len(prompt.token_ids))
+                self._books.too_long(uid, len(prompt.token_ids))
+                self._streak.too_long(self.config.data.max_prompt_tokens)
                 await asyncio.sleep(0)  # a long row of such prompts must not hold up the event loop
                 continue
             self._streak.fits()
@@ -162,19 +160,12 @@ class Rollouter:
             flight.task = asyncio.create_task(self._fly(flight))
             flight.task.add_done_callback(partial(self._landed, flight))
 
-    def _skip(self, uid: int, tokens: int) -> None:
-        limit = self.config.data.max_prompt_tokens
-        self.ledger.quarantine(uid, "too_long")
-        self._tally.count("skipped/too_long")
-        LOG.warning("prompt occurrence %d skipped: %d tokens, data.max_prompt_tokens is %d", uid, tokens, limit)
-        self._streak.too_long(limit)
-
     async def _fly(self, flight: Flight) -> None:
         try:
             completions = await self._producer.generate(flight, self.ledger.failures(flight.uid))
             self._streak.generated()
-            self._suspects.generated()
-            flight.stage, self._sampled[flight.uid] = "scoring", tokens_of(completions)
+            self._books.generated(flight.uid, completions)
+            flight.stage = "scoring"
             group = await self._producer.score(flight, completions)
             self._streak.rewarded()
         except FlightFailure as failure:
@@ -183,7 +174,7 @@ class Rollouter:
                 self._failed(flight, failure)
             return
         self._watchdog.progress()
-        self._tally.group(group, self._clock() - flight.started)
+        self._books.tally.group(group, self._clock() - flight.started)
         self._deferral.finished(flight.uid, flight.started, self._clock())
         await self._deliver(flight, group)
 
@@ -198,8 +189,7 @@ class Rollouter:
         """It counts as queued from the first attempt on: the trainer may be done with it before we hear of it."""
         payload = group.to_bytes()
         delivery = Delivery(group.header(len(payload)), payload)
-        self.ledger.queued(flight.uid)
-        self._admission.queued[flight.uid] = group.oldest_version
+        self._books.queued(flight.uid, group)
         while not self._admission.too_old(group.oldest_version) and not self._stopping:
             try:
                 dropped = await self.queue.put([delivery], PUT_TIMEOUT_S)
@@ -220,63 +210,23 @@ class Rollouter:
         if failure.reason == "engine_lost":
             self._resize()
             if isinstance(failure.__cause__, EngineCrashedError):
-                self._crashed(flight)
+                self._books.crashed(flight)
             else:  # no fault of the prompt, nor of the engines that are left
                 self._drop([flight.uid], failure.reason)
             return
-        self._waste(flight.uid)
-        limit = self.config.rollout.max_attempts
-        quarantined = self.ledger.failed(flight.uid, failure.reason, limit)
-        self._tally.count(f"failed/{failure.reason}")
-        fate = f"quarantined after {limit} attempts" if quarantined else "issued again"
-        LOG.warning("prompt occurrence %d: %s, %s: %r", flight.uid, failure.reason, fate, failure.__cause__)
+        self._books.failed(flight.uid, failure)
         self._streak.failed(flight.uid, failure)
 
     def _drop(self, uids: Sequence[int], reason: str) -> None:
-        for uid in uids:
-            self.ledger.dropped(uid, reason)
-            self._admission.queued.pop(uid, None)
-            self._tally.count(f"dropped/{reason}")
-            self._waste(uid)
+        self._books.dropped(uids, reason)
         self._wake.set()
-
-    def _waste(self, uid: int) -> None:
-        """A group that was finished will not be trained."""
-        if tokens := self._sampled.pop(uid, 0):
-            self._tally.count("wasted_tokens", tokens)
 
     def _abandon(self, flight: Flight, reason: str) -> None:
-        del self._flights[flight.uid]
+        self._forget(flight)
         self._drop([flight.uid], reason)
-        if flight.task is not None:
-            flight.task.cancel()
 
-    def _crashed(self, flight: Flight) -> None:
-        """Its engine died under it: no fault of the prompt, unless that happens to it time after time."""
-        if self._suspects.crashed(flight.uid, str(flight.engine)):
-            self._tally.count("skipped/kills_engine")
-            LOG.warning(
-                "prompt occurrence %d skipped: %d engines in a row died while they generated it, the last one, %s, "
-                "with nothing beside it",
-                *(flight.uid, self._suspects.max_crashes, flight.engine),
-            )
-        else:
-            self._tally.count("dropped/engine_lost")
-        self._wake.set()
-
-    def _outlasted(self, flight: Flight) -> None:
-        """A group became too old while it was generated; one that always does must not take a slot for ever."""
+    def _forget(self, flight: Flight) -> None:
         del self._flights[flight.uid]
-        limit = self.config.rollout.max_attempts
-        if self.ledger.outlasted(flight.uid, limit):
-            self._tally.count("skipped/never_fits")
-            LOG.warning(
-                "prompt occurrence %d skipped: %d times in a row its generation outlasted asynchrony.max_staleness = "
-                "%d versions; raise it, or asynchrony.trigger_parameter_sync_step",
-                *(flight.uid, limit, self.config.asynchrony.max_staleness),
-            )
-        else:
-            self._tally.count("dropped/stale")
         if flight.task is not None:
             flight.task.cancel()
 
@@ -287,7 +237,7 @@ class Rollouter:
     async def add_engine(self, name: str, engine: Engine) -> None:
         """One more engine takes groups; it must have the newest version."""
         self._engines.add(name, engine)
-        self._tally.count("engines_joined")
+        self._books.tally.count("engines_joined")
         self._resize()
 
     async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
@@ -301,13 +251,13 @@ class Rollouter:
             self._resize()
             await self._engines.drained(name, patience_s)
         finished = self._engines.remove(name)
-        self._tally.count("engines_removed")
+        self._books.tally.count("engines_removed")
         self._resize()
         if not patience_s:
             await self._hear_why(name)
         for flight in self._on_engine(name):
             self._abandon(flight, reason)
-        return finished + self._suspects.explained(name)
+        return finished + self._books.suspects.explained(name)
 
     async def _hear_why(self, name: str) -> None:
         """Groups whose engine died say so by themselves, which tells whether it died under them."""
@@ -346,7 +296,8 @@ class Rollouter:
                 if self.config.asynchrony.staleness_strategy == "drop":  # it may just have waited in the engine
                     self._abandon(flight, "stale")
                 else:
-                    self._outlasted(flight)
+                    self._books.outlasted(flight.uid)
+                    self._forget(flight)
         self._wake.set()
 
     async def mark_trained(self, uids: Sequence[int]) -> None:
@@ -355,11 +306,8 @@ class Rollouter:
         Raises:
             RunError: one of them was trained before or never queued.
         """
-        self.ledger.trained(uids)
+        self._books.trained(uids)
         self._deferral.trained(uids)
-        for uid in uids:
-            self._admission.queued.pop(uid, None)
-            self._sampled.pop(uid, None)
         self._wake.set()
 
     async def reissue(self, uids: Sequence[int], reason: str) -> None:
@@ -384,13 +332,12 @@ class Rollouter:
         return self._engines.loads.take()
 
     async def stats(self) -> Mapping[str, float]:
-        """`idle`, `engines`, `deferred`, groups by stage, `Tally.take`, and the ledger's counts as `ledger/NAME`."""
+        """`idle`, `engines`, `deferred`, groups by stage, and what `Books.take` returns."""
         stages = Counter(flight.stage for flight in self._flights.values())
         return {
             "idle": self._idle.read(),
             "engines": float(len(self._engines)),
             "deferred": float(len(self._deferral)),
             **{stage: float(stages[stage]) for stage in ("generating", "scoring", "delivering")},
-            **self._tally.take(),
-            **{f"ledger/{name}": float(count) for name, count in self.ledger.counts().items()},
+            **self._books.take(),
         }
