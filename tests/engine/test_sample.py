@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tidemill.errors import DataError, EngineError
+from tidemill.protocols import Sampling
 from tidemill.records import VersionSpan
-from tidemill.rollout.sample import Sample, prompt_log_probs
+from tidemill.rollout.sample import Sample, prompt_log_probs, sampling_options
 
 
 @dataclass
@@ -78,3 +79,10 @@ def test_the_first_prompt_token_has_no_log_prob() -> None:
 def test_a_failed_sample_is_an_error() -> None:
     with pytest.raises(EngineError, match="reason 'error'"):
         Sample().extend(piece(1, "0", "error"))
+
+
+def test_a_sample_that_goes_on_has_the_rest_of_its_budget_and_noise_of_its_own() -> None:
+    whole = sampling_options(Sampling(n=4, max_tokens=10, temperature=1.0, seed=3), range(4), 0)
+    rest = sampling_options(Sampling(n=4, max_tokens=10, temperature=1.0, seed=3), [2], 7)
+    assert (whole["n"], whole["max_tokens"], rest["n"], rest["max_tokens"]) == (4, 10, 1, 3)
+    assert rest["seed"] not in [whole["seed"] + place for place in range(4)]

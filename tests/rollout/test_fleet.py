@@ -239,7 +239,6 @@ async def test_where_every_prompt_kills_its_engine_it_is_not_the_prompts(tmp_pat
     async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
         with pytest.raises(EngineError, match=r"3 prompts in a row, occurrences \[0, 1, 2\], killed 3 engines each"):
             await crew.rig.rollouter.run()
-    assert len(crew.started) <= LOSSES + 3  # the last one may have been replaced already
 
 
 @settings(deadline=None)
