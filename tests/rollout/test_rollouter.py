@@ -335,10 +335,12 @@ async def test_the_watchdog_names_the_oldest_occurrences_when_nothing_finishes()
 
 async def test_a_full_queue_holds_up_groups_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouter_module, "PUT_TIMEOUT_S", 0.05)
-    config = run_config(queue={"capacity": 4}, asynchrony={"max_staleness": 5}, rollout={"group_timeout_s": 0.1})
+    config = run_config(queue={"capacity": 4}, asynchrony={"max_staleness": 5}, rollout={"group_timeout_s": 0.5})
     rig = Rig(config)
     run = asyncio.create_task(rig.rollouter.run())
-    await asyncio.sleep(0.6)  # six group time-outs, many attempts: waiting for room is no failure
+    flights_of_run = rig.rollouter._flights
+    await settle(lambda: sum(flight.stage == "delivering" for flight in flights_of_run.values()) == 16, 60)
+    await asyncio.sleep(1.2)  # two group time-outs, many attempts: waiting for room is no failure
     stats = await rig.rollouter.stats()
     assert (stats["delivering"], stats["generating"], rig.queue.arrived) == (16, 0, 4)
     assert rig.ledger.counts() == {"issued": 20, "queued": 20} | dict.fromkeys(
