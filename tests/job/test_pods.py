@@ -31,9 +31,9 @@ from tidemill.store.attempt import Attempt
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.journal import JournalReader
 from tidemill.store.lease import lease_key
+from tidemill.store.mlflow_server import make_client
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
-from tidemill.store.tracking import make_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 STEPS, TIMEOUT_S = 4, 500

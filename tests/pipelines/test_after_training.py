@@ -23,8 +23,10 @@ from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run import samples
 from tidemill.run_file import load_config
 from tidemill.store.locate import Locator
+from tidemill.store.mlflow_server import make_client, tracking_uri
 from tidemill.store.server import open_store, store_folder
-from tidemill.store.tracking import Tracker, history, make_client, open_sweep, tracking_uri
+from tidemill.store.sweep_run import open_sweep
+from tidemill.store.tracking import Tracker, history
 from tidemill.store.weed import find_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")

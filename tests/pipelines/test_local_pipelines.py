@@ -13,8 +13,8 @@ from pipeline_rig import Rig
 from tidemill.config import RunConfig
 from tidemill.observe.report import Summary
 from tidemill.run_file import load_config
+from tidemill.store.mlflow_server import make_client, tracking_uri
 from tidemill.store.registry import champion_version, last_prompts, model_version
-from tidemill.store.tracking import make_client, tracking_uri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("default")]
 

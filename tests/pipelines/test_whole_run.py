@@ -21,7 +21,7 @@ from tidemill.observe.events import EvaluationFinished, Notice, StepFinished, re
 from tidemill.observe.report import Summary
 from tidemill.run_file import load_config
 from tidemill.store.checkpoint import open_checkpoints
-from tidemill.store.tracking import make_client, tracking_uri
+from tidemill.store.mlflow_server import make_client, tracking_uri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("default")]
 STEPS, BATCH, EVERY = 30, 4, 2

@@ -12,9 +12,9 @@ import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import StoreError
+from tidemill.store.mlflow_server import make_client
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
-from tidemill.store.tracking import make_client
 
 Server = tuple[str, str, str]
 

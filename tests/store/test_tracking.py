@@ -13,19 +13,12 @@ from mlflow.exceptions import MlflowException
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.sections import ClusterConfig
-from tidemill.store import tracking
+from tidemill.store import sweep_run
 from tidemill.store.dataset_inputs import digest_of
 from tidemill.store.metric_writer import Unwritten
-from tidemill.store.tracking import (
-    TrackedRun,
-    Tracker,
-    close_sweep,
-    end_killed,
-    flatten,
-    make_client,
-    open_sweep,
-    tracking_uri,
-)
+from tidemill.store.mlflow_server import make_client, tracking_uri
+from tidemill.store.sweep_run import close_sweep, open_sweep
+from tidemill.store.tracking import TrackedRun, Tracker, end_killed, flatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -178,7 +171,7 @@ def test_a_server_that_is_away_at_the_end_costs_the_page_of_a_sweep_and_not_the_
         raise error
 
     client = make_client(tracking_uri(mlflow_config))
-    monkeypatch.setattr(tracking, "make_client", lambda uri: client)
+    monkeypatch.setattr(sweep_run, "make_client", lambda uri: client)
     open_sweep(mlflow_config, ["addition-v1"])
     monkeypatch.setattr(client, "log_text", refuse)
     close_sweep(mlflow_config, {"addition-v1": 0.5}, "addition-v1", "# Sweep")

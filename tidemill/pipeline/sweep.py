@@ -99,7 +99,7 @@ def begin_sweep(request: Request, text: str, page: str) -> list[str]:
     Raises:
         TidemillError: naming what is wrong and what to do.
     """
-    from tidemill.store.tracking import open_sweep
+    from tidemill.store.sweep_run import open_sweep
 
     base, configs = request.settings(), list(variants(request, text))
     if base.data.held_out is None:
@@ -167,7 +167,7 @@ def choose(sweep: Request, results: Sequence[str], report_path: str, page_path: 
     Returns:
         JSON of the best one's summary, with the model version, null if the gate refused it.
     """
-    from tidemill.store.tracking import close_sweep
+    from tidemill.store.sweep_run import close_sweep
 
     base, outcomes = sweep.settings(), [Outcome(**json.loads(text)) for text in results]
     best = max(outcomes, key=lambda outcome: outcome.score)

@@ -9,12 +9,12 @@ from pathlib import Path
 from tidemill.config import RunConfig
 from tidemill.errors import DataError, ModelError, StoreError
 from tidemill.sections import StoreConfig
+from tidemill.store.mlflow_server import tracking_uri
 from tidemill.store.models import ResolvedModel, default_cache, resolve_model
 from tidemill.store.object_store import ObjectStore, parse_uri
 from tidemill.store.once import bring_once
 from tidemill.store.registry import model_source, pinned_uri
 from tidemill.store.server import open_store
-from tidemill.store.tracking import tracking_uri
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 from tidemill.config import RunConfig
 from tidemill.errors import ModelError, StoreError
-from tidemill.store.tracking import git_revision, make_client, tracking_uri
+from tidemill.store.mlflow_server import make_client, tracking_uri
+from tidemill.store.tracking import git_revision
 
 MODEL_URI = re.compile(r"^models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[A-Za-z][A-Za-z0-9_-]*))$")
 CHAMPION = "champion"

@@ -28,15 +28,14 @@ from tidemill.observe.links import places
 from tidemill.protocols import Evaluation
 from tidemill.store.dataset_inputs import dataset_inputs
 from tidemill.store.metric_writer import MetricWriter, Point, Spool, Unwritten
+from tidemill.store.mlflow_server import make_client, open_experiment, tracking_uri
 from tidemill.store.run_note import note_run, noted_run
+from tidemill.store.sweep_run import kinship
 
 METRIC_NAME = re.compile(r"^[A-Za-z0-9_\-. :/]{1,250}$")
 PARAM_LENGTH, PARAMS_PER_CALL = 6000, 100
 FINISH_TIMEOUT_S = 30.0
 TABLES, MAX_TABLES = "mlflow.loggedArtifacts", 50
-VARIANT = re.compile(r"^(?P<sweep>.+)-v\d+$")
-"""Name of a variant; that of its sweep is in it, so that whoever opens its run, wherever that is, finds the sweep's."""
-SWEEP, PARENT = "tidemill.sweep", "mlflow.parentRunId"
 OWNED = "tidemill.version"
 """Tag of a run whose settings are logged; a run made by MLFLOW_RUN_ID's owner does not have it yet."""
 FAILURE = "tidemill.failure"
@@ -45,13 +44,6 @@ NOTE, SOURCE, COMMIT = "mlflow.note.content", "mlflow.source.name", "mlflow.sour
 """Tags that MLflow shows as the description of a run, in Markdown, and as its source."""
 ATTEMPT, KFP_RUN, REVISION = "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "TIDEMILL_GIT_REVISION"
 """Variables: the number of the attempt and the id of the KFP run, which the RayJob sets; the commit of the image."""
-ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
-"""MLflow's own settings, where the user has not chosen: by default a dead server blocks a call for minutes."""
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 log = logging.getLogger(__name__)
@@ -225,31 +217,6 @@ def history(config: RunConfig, run_id: str, name: str) -> list[tuple[int, float]
     return sorted(newest.items())
 
 
-def tracking_uri(config: RunConfig) -> str:
-    """`tracking.uri`, or the SQLite file below `output`."""
-    return config.tracking.uri or f"sqlite:///{config.output.resolve() / 'mlflow.db'}"
-
-
-def make_client(uri: str) -> Any:
-    """An MLflow client that gives up soon.
-
-    Raises:
-        ConfigError: `uri` is not one, or its database cannot be opened.
-    """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        if uri.startswith("sqlite:///"):
-            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        return MlflowClient(tracking_uri=uri, registry_uri=uri)
-    except (MlflowException, SQLAlchemyError, OSError) as error:
-        raise ConfigError("tracking.uri", uri, "an MLflow tracking URI that works from here", f"{error}") from error
-
-
 def open_run(client: Any, config: RunConfig, run_id: str | None) -> Any:
     """The run to write to, RUNNING; a new one if `run_id` is not given or its run was deleted meanwhile."""
     from mlflow.exceptions import MlflowException
@@ -266,87 +233,6 @@ def open_run(client: Any, config: RunConfig, run_id: str | None) -> Any:
         log.warning("the MLflow run %s of this training run does not exist any more; going on in a new one", run_id)
     experiment = open_experiment(client, config)
     return client.create_run(experiment, run_name=config.name, tags=kinship(client, experiment, config.name))
-
-
-def kinship(client: Any, experiment: str, name: str) -> dict[str, str]:
-    """The tag by which MLflow shows a variant below its sweep; none for a run that is no variant."""
-    match = VARIANT.match(name)
-    found = None if match is None else find_sweep(client, experiment, match["sweep"])
-    return {} if found is None else {PARENT: found.info.run_id}
-
-
-def find_sweep(client: Any, experiment: str, name: str) -> Any:
-    """The MLflow run of a sweep, or None."""
-    found = client.search_runs([experiment], f"tags.`{SWEEP}` = '{name}'", max_results=1)
-    return found[0] if found else None
-
-
-def open_sweep(config: RunConfig, variants: Sequence[str]) -> None:
-    """Make the MLflow run of a sweep; one of an earlier try is taken again.
-
-    Args:
-        config: what all variants have in common, under the name of the sweep.
-        variants: their names.
-
-    Raises:
-        ConfigError: MLflow cannot be reached or refuses.
-    """
-    client = make_client(tracking_uri(config))
-    from mlflow.exceptions import MlflowException
-
-    try:
-        experiment = open_experiment(client, config)
-        run = find_sweep(client, experiment, config.name)
-        if run is None:
-            run = client.create_run(experiment, run_name=config.name, tags={SWEEP: config.name})
-        client.update_run(run.info.run_id, status="RUNNING")
-        client.set_tag(run.info.run_id, "tidemill.variants", ", ".join(variants))
-    except MlflowException as error:
-        raise ConfigError("tracking.uri", tracking_uri(config), "an MLflow that answers", f"{error}") from error
-
-
-def close_sweep(config: RunConfig, scores: Mapping[str, float], best: str, report: str) -> None:
-    """Add the scores of the variants and the table of them to the MLflow run of their sweep, and end it.
-
-    A server that is away costs that and not the sweep; the log says so.
-    """
-    client = make_client(tracking_uri(config))
-    from mlflow.exceptions import MlflowException
-
-    try:
-        run = find_sweep(client, open_experiment(client, config), config.name)
-        if run is None:
-            log.warning("the MLflow run of the sweep %s does not exist any more", config.name)
-            return
-        for name, score in scores.items():
-            client.log_metric(run.info.run_id, f"held_out_score/{name}", score)
-        client.set_tag(run.info.run_id, "tidemill.best", best)
-        client.log_text(run.info.run_id, report, "report.md")
-        client.set_terminated(run.info.run_id)
-    except (MlflowException, OSError) as error:  # what its HTTP client raises of artifacts is an OSError
-        log.warning("the sweep %s is not told in MLflow at %s: %s", config.name, tracking_uri(config), error)
-
-
-def open_experiment(client: Any, config: RunConfig) -> str:
-    """Id of the experiment, which is made if it does not exist."""
-    from mlflow.exceptions import MlflowException
-
-    name = config.tracking.experiment
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        # A server chooses its own place; without one MLflow would take a folder of the working directory.
-        server = tracking_uri(config).startswith(("http://", "https://", "databricks"))
-        location = None if server else (config.output.resolve() / "mlartifacts").as_uri()
-        try:
-            return str(client.create_experiment(name, artifact_location=location))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-            found = client.get_experiment_by_name(name)  # another run was faster
-    if found.lifecycle_stage != "active":
-        fix = "Restore it with `mlflow experiments restore`, or name another."
-        raise ConfigError("tracking.experiment", name, "an experiment that is not deleted", fix)
-    return str(found.experiment_id)
 
 
 def describe(client: Any, run_id: str, config: RunConfig) -> None:
