@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -26,6 +27,16 @@ class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def refuse_truth_as_number(cls, value: object, info: ValidationInfo) -> object:
+        """`true` is not 1."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        kinds = {get_args(part)[0] if get_origin(part) is Annotated else part for part in (kind, *get_args(kind))}
+        if isinstance(value, bool) and kinds & {int, float}:
+            raise PydanticCustomError("truth", "Input should be a number")
+        return value
 
 
 class DataConfig(Section):

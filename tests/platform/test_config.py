@@ -94,6 +94,8 @@ def test_unknown_key_in_a_reward_is_refused() -> None:
     [
         ("trainer.steps=0", "greater than or equal to 1"),
         ("trainer.steps=many", "integer"),
+        ("trainer.steps=true", "a number"),
+        ("kubernetes.gpu_hours=yes", "a number"),
         ("rollout.group_size=1", "greater than or equal to 2"),
         ("rollout.temperature=0", "greater than 0"),
         ("asynchrony.max_staleness=-1", "greater than or equal to 0"),

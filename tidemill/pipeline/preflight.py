@@ -146,7 +146,7 @@ def check_tracking(uri: str | None) -> None:
     try:
         socket.create_connection((host, parts.port or PORTS[parts.scheme]), timeout=PROBE_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
-        fix = f"{error}. Start it, mend the address, or leave the setting out."
+        fix = f"{error}. Start it, mend the address, or, for a run on this machine, leave the setting out."
         raise ConfigError("tracking.uri", uri, "an MLflow that answers", fix) from error
 
 
