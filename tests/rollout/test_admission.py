@@ -92,7 +92,7 @@ class Run(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         while (uid := self.admission.next(self.flights, self.now)) is not None:
-            self.ledger.dispatched(uid)
+            self.admission.start(uid)
             self.flights[uid] = self.version
 
     @precondition(lambda self: self.flights)

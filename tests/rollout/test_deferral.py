@@ -38,10 +38,20 @@ def test_a_long_prompt_starts_early_in_a_version_and_is_put_off_late_in_one() ->
     assert deferral(r3=60.0).choose([13, 14], now=9.0) == 13
     late = deferral(r3=60.0)
     assert late.choose([13, 14], now=11.0) == 14
+    late.start(14, [13])
     assert len(late) == 1
     late.begin_version(40.0)
     assert late.choose([13, 15], now=79.0) == 13  # it is due, however late
+    late.start(13, [])
     assert len(late) == 0
+
+
+def test_a_prompt_that_is_due_stays_so_until_it_starts() -> None:
+    late = deferral(r3=60.0)
+    late.start(14, [13])
+    late.begin_version(40.0)
+    assert [late.choose([13, 15], now=79.0) for _ in range(3)] == [13] * 3
+    assert len(late) == 1
 
 
 def test_a_prompt_gets_twice_the_time_that_it_took_but_never_more_than_the_longest() -> None:
@@ -63,6 +73,7 @@ def test_where_the_trainer_waits_for_groups_its_last_batch_is_taken_when_the_las
 def test_the_first_starts_where_none_ends_in_time() -> None:
     made = deferral(r3=60.0, r4=60.0)
     assert made.choose([13, 14], now=39.0) == 13
+    made.start(13, [])
     assert len(made) == 0
     assert made.choose([], now=39.0) is None
 
@@ -97,6 +108,7 @@ def test_no_prompt_is_put_off_in_two_versions_and_each_starts_once(seed: int, lo
     while (uids := ledger.upcoming(lookahead)) and (uid := made.choose(uids, now)) is not None:
         for other in uids[: uids.index(uid)]:
             passed[other].add(version)
+        made.start(uid, uids[: uids.index(uid)])
         ledger.dispatched(uid)
         started.append(uid)
         made.finished(uid, now - rng.choice([1.0, 30.0, 80.0]), now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import takewhile
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
@@ -65,6 +66,12 @@ class Admission:
             return None
         places = self._wanted + self._uncounted - self.settled(under_way) - len(under_way)
         return self._deferral.choose(self._ledger.upcoming(min(self._per_version, places)), now)
+
+    def start(self, uid: int) -> None:
+        """What `next` returned starts."""
+        passed = takewhile(lambda other: other != uid, self._ledger.upcoming(self._per_version))
+        self._deferral.start(uid, passed)
+        self._ledger.dispatched(uid)
 
     def capacity(self, under_way: Collection[int]) -> int:
         """Groups that may start beside those of the given uids."""

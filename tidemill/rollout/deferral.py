@@ -74,19 +74,18 @@ class Deferral:
         self._put_off.clear()
 
     def choose(self, uids: Sequence[int], now: float) -> int | None:
-        """The first of these occurrences that is due or ends in time, else the first of all; None if there are none.
-
-        Those before it are put off. The one that is returned must start.
-        """
+        """The first of these occurrences that is due or ends in time, else the first of all; None if there are none."""
         if not uids:
             return None
         left_s = self._left_s(now)
         in_time = (n for n, uid in enumerate(uids) if uid in self._due or self._expected_s(uid) <= left_s)
-        place = next(in_time, 0)
-        self._put_off.update(uids[:place])
-        self._put_off.discard(uids[place])
-        self._due.discard(uids[place])
-        return uids[place]
+        return uids[next(in_time, 0)]
+
+    def start(self, uid: int, passed: Iterable[int]) -> None:
+        """An occurrence starts before those that it passed over, which are put off."""
+        self._put_off.update(passed)
+        self._put_off.discard(uid)
+        self._due.discard(uid)
 
     def _left_s(self, now: float) -> float:
         """Time in which a group that starts now must be finished; unlimited until a version has been measured."""

@@ -129,13 +129,7 @@ class Ledger:
         Raises:
             RunError: it is not in flight.
         """
-        failures = self._attempts.get(uid, 0) + 1
-        if failures >= max_attempts:
-            self.quarantine(uid, reason)
-            return True
-        self.dropped(uid, reason)
-        self._attempts[uid] = failures
-        return False
+        return self._once_more(self._attempts, uid, max_attempts, reason, reason)
 
     def outlasted(self, uid: int, max_attempts: int) -> bool:
         """A dispatched occurrence became too old before it was generated to its end, whatever else the run did.
@@ -149,13 +143,7 @@ class Ledger:
         Raises:
             RunError: it is not in flight.
         """
-        times = self._outlasted.get(uid, 0) + 1
-        if times >= max_attempts:
-            self.quarantine(uid, "never_fits")
-            return True
-        self.dropped(uid, "stale")
-        self._outlasted[uid] = times
-        return False
+        return self._once_more(self._outlasted, uid, max_attempts, "stale", "never_fits")
 
     def crashed(self, uid: int, max_crashes: int) -> bool:
         """The engine that generated a dispatched occurrence died of itself; the occurrence may be to blame.
@@ -169,12 +157,16 @@ class Ledger:
         Raises:
             RunError: it is not in flight.
         """
-        times = self._crashed.get(uid, 0) + 1
-        if times >= max_crashes:
-            self.quarantine(uid, "kills_engine")
+        return self._once_more(self._crashed, uid, max_crashes, "engine_lost", "kills_engine")
+
+    def _once_more(self, times: dict[int, int], uid: int, most: int, reason: str, verdict: str) -> bool:
+        """Count one more of `times` and drop it for `reason`, or at the `most`-th quarantine it as `verdict`."""
+        count = times.get(uid, 0) + 1
+        if count >= most:
+            self.quarantine(uid, verdict)
             return True
-        self.dropped(uid, "engine_lost")
-        self._crashed[uid] = times
+        self.dropped(uid, reason)
+        times[uid] = count
         return False
 
     def quarantine(self, uid: int, reason: str) -> None:

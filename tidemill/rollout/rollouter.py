@@ -147,7 +147,7 @@ class Rollouter:
         while not self._stopping and (uid := self._admission.next(self._flights, self._clock())) is not None:
             if self._books.suspects.must_wait(uid, self._flights.values()):
                 return
-            self.ledger.dispatched(uid)
+            self._admission.start(uid)
             prompt = self.prompts.prompt(uid)
             if self.prompts.too_long(prompt):
                 self._books.too_long(uid, len(prompt.token_ids))
