@@ -132,7 +132,10 @@ def test_a_long_log_is_asked_for_less_often_and_one_that_is_too_long_no_more() -
     assert (ray.logs_asked, ray.told[-1]) == (3, "the log has become too long for here; the object store has all of it")
 
 
-@pytest.mark.parametrize("answer", [OSError("connection reset"), (404, "no log"), (500, "Traceback")])
+@pytest.mark.parametrize(
+    "answer",
+    [OSError("connection reset"), (404, "no log"), (500, "Traceback"), (200, "<html>Log in</html>"), (200, "[]")],
+)
 def test_a_log_that_cannot_be_read_does_not_end_the_run(answer: Answer) -> None:
     ray = Ray(*[state("RUNNING")] * 100, state("SUCCEEDED"))
     ray.log = answer

@@ -53,14 +53,14 @@ class DriverLog:
             return
         try:
             code, answer = self.ask("GET", f"/api/jobs/{self.number}/logs", None)
-        except OSError:
+            text = str(json.loads(answer).get("logs") or "") if code == 200 else ""
+        except (OSError, ValueError, AttributeError):  # away, or another server answers in its place
             return
         if code == TOO_LONG:
             self.whole = False
             self.tell("the log has become too long for here; the object store has all of it")
         if code != 200:
             return
-        text = str(json.loads(answer).get("logs") or "")
         self.due = now + len(text) / RATE
         new = text[self.shown :] if ended else text[self.shown : text.rfind("\n") + 1]
         self.shown += len(new)
