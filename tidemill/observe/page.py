@@ -18,6 +18,8 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, FOOT = 720, 260, 52, 24, 12, 40
 TICKS = 5
 MOST_POINTS = 500
 """Of a line; what is closer together on the screen only hides the course of a long run."""
+TINY = 1e-9
+"""Of rounding, relative to the distance of two lines of a grid."""
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1c2733; --soft: #5a6673; --rule: #e3e8ee; --line: #2563c9;
 --dot: #c25e00; --good: #17803d; --bad: #b3261e }
@@ -170,9 +172,6 @@ class Frame:
             x, _ = self.place((step, self.low))
             yield f'<text x="{x:.1f}" y="{HEIGHT - FOOT + 18}" text-anchor="middle">{label}</text>'
         yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>'
-
-
-TINY = 1e-9
 
 
 def distance(low: float, high: float) -> float:

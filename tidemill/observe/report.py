@@ -33,6 +33,17 @@ WHY_MISSING = {
     "rollouter_idle": "this attempt trained no step",
     "peak_memory_bytes": "not measured in a cluster",
 }
+FACTS = (
+    ("trainer_idle", "trainer idle", "{:.1%}"),
+    ("rollouter_idle", "rollouter idle", "{:.1%}"),
+    ("max_age", "oldest trained token", "{} version(s) behind"),
+    ("peak_memory_bytes", "peak memory", "{:.2f} GiB"),
+    ("checkpoint_uri", "checkpoint", "{}"),
+    ("model_uri", "model", "{}"),
+    ("model_version", "model version", "{}"),
+    ("mlflow_run_id", "MLflow run", "{}"),
+)
+"""Name of a value of the summary, what it is called, and its form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,19 +243,6 @@ def facts(summary: Summary) -> Iterator[Fact]:
     if summary.phase_seconds:
         parts = (f"{name} {duration(seconds)}" for name, seconds in summary.phase_seconds.items())
         yield Fact("time by phase", ", ".join(parts))
-
-
-FACTS = (
-    ("trainer_idle", "trainer idle", "{:.1%}"),
-    ("rollouter_idle", "rollouter idle", "{:.1%}"),
-    ("max_age", "oldest trained token", "{} version(s) behind"),
-    ("peak_memory_bytes", "peak memory", "{:.2f} GiB"),
-    ("checkpoint_uri", "checkpoint", "{}"),
-    ("model_uri", "model", "{}"),
-    ("model_version", "model version", "{}"),
-    ("mlflow_run_id", "MLflow run", "{}"),
-)
-"""Name of a value of the summary, what it is called, and its form."""
 
 
 def value_or_reason(summary: Summary, name: str, label: str, form: str) -> Fact:

@@ -28,6 +28,7 @@ from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
 
 LONGEST_SETTINGS = 32 << 10
+"""Bytes of the settings as YAML, which all steps are given."""
 LogMetric = Callable[[str, float], None]
 STEPS = ("validate", "provision", "train", "evaluate", "register")
 

@@ -1,6 +1,6 @@
 """A sweep: the same run with several sets of overrides, each a run of its own; the best one is registered.
 
-In MLflow the variants stand below one run of the sweep; see `tracking.VARIANT` for how they find it.
+In MLflow the variants stand below one run of the sweep; see `sweep_run.VARIANT` for how they find it.
 """
 
 from __future__ import annotations
