@@ -32,7 +32,7 @@ MODES: Mapping[str, Sequence[str]] = {
 DEADLINE_S = 3600
 HEAD = (
     "| mode | steps, versions | train s | trained tokens/s | idle trainer, engines | overlap | age mean, max "
-    "| partial | dropped | held-out |"
+    "| stale groups | partial, span | wasted tokens | dropped | held-out |"
 )
 
 
@@ -56,6 +56,12 @@ class Finished:
         syncs = sum(name == "sync" for activity in activities for name, _, _ in activity.phases)
         return cls(mode, done[-1].parent, Summary.read(done[-1]), overlap(activities), syncs)
 
+    @property
+    def groups(self) -> int:
+        """Trained, of whatever age."""
+        of_age = (count for name, count in self.summary.metrics.items() if name.startswith("staleness/groups_of_age/"))
+        return round(sum(of_age))
+
     def line(self) -> str:
         """A row of the table, as Markdown."""
         s = self.summary
@@ -67,7 +73,9 @@ class Finished:
             f"{s.trainer_idle or 0:.0%}, {s.rollouter_idle or 0:.0%}",
             f"{self.overlap:.0%}",
             f"{s.metrics['staleness/mean']:.2f}, {s.max_age}",
-            f"{s.metrics['staleness/partial_ratio']:.1%}",
+            f"{s.metrics['staleness/stale_groups']:.0f} of {self.groups}",
+            f"{s.metrics['staleness/partial_ratio']:.1%}, {s.metrics['staleness/partial_span_max']:.0f}",
+            f"{s.metrics.get('rollout/wasted_tokens', 0):.0f}",
             ", ".join(f"{count} {reason}" for reason, count in s.dropped.items()) or "0",
             " to ".join("-" if score is None else f"{score:.2f}" for score in (s.held_out_before, s.held_out_after)),
         ]
@@ -101,6 +109,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="run nothing, show what has finished")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.images is not None:
+        arguments.images.mkdir(parents=True, exist_ok=True)
     for mode in () if arguments.table else arguments.modes or MODES:
         run(mode, arguments.config, arguments.steps, arguments.output, arguments.set)
     finished = [done for mode in MODES if (done := Finished.newest(mode, arguments.output)) is not None]

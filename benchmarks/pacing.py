@@ -16,7 +16,9 @@ occurrences. Ours then remembers how long prompts took; "no memory" is ours on t
 in which no prompt comes twice. The first epoch, in which nothing is known, counts.
 
 The clairvoyant is no rule that could be built: it knows how long each prompt will take before it starts, and begins
-the long ones early in a version. What it reaches at the same maximum age is what scheduling alone can reach.
+the long ones early in a version. What it reaches at the same maximum age is what scheduling alone can reach. The limit
+without knowledge is what no rule can exceed that learns how long a prompt takes by generating it; `simulation.limit`
+computes it.
 
     python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--epochs 1 5] [--noise 0.3] [--json rows.json]
 """
@@ -34,6 +36,7 @@ from pathlib import Path
 
 from results.row import Row, write_rows
 from simulation.clock import VirtualLoop, now
+from simulation.limit import limit
 from simulation.others import Clairvoyant, Other, Rule, areal, drop_on_read, paced, verl
 from simulation.ours import Ours
 from simulation.world import Scenario, World
@@ -150,10 +153,11 @@ def measure(scenario: Scenario, seeds: int, max_age: int) -> dict[str, Outcome]:
     return {**ours, "clairvoyant": clairvoyant, **others}
 
 
-def rows(case: str, outcomes: dict[str, Outcome]) -> Iterator[Row]:
-    """Ours beside the bound, and beside each of the others in everything that was measured."""
+def rows(case: str, outcomes: dict[str, Outcome], unknowing: float) -> Iterator[Row]:
+    """Ours beside the bound and the limit, and beside each of the others in everything that was measured."""
     ours = outcomes["ours"]
     yield row(f"{case}: throughput beside the bound", "of the bound", ours.share, 1.0)
+    yield row(f"{case}: throughput beside the limit without knowledge", "of the bound", ours.share, unknowing)
     units = {"share": "of the bound", "age": "versions", "max_age": "versions"}
     for name, other in outcomes.items():
         for measured in fields(Outcome)[1:] if name != "ours" else ():
@@ -166,7 +170,7 @@ def row(name: str, unit: str, ours: float, other: float) -> Row:
     return Row(name, unit, round(ours, 4), round(other, 4), round(ours / other, 4) if other else None)
 
 
-def show(case: str, outcomes: dict[str, Outcome]) -> None:
+def show(case: str, outcomes: dict[str, Outcome], unknowing: float) -> None:
     print(f"\n{case}")
     print(f"  {'':18}{'setting':28}{'of bound':>9}{'age':>7}{'max':>5}{'waste':>8}{'idle: trainer':>15}{'engines':>9}")
     for name, o in outcomes.items():
@@ -174,6 +178,7 @@ def show(case: str, outcomes: dict[str, Outcome]) -> None:
             f"  {name:18}{o.setting:28}{o.share:>9.1%}{o.age:>7.2f}{o.max_age:>5.0f}{o.waste:>8.1%}"
             f"{o.trainer_idle:>15.1%}{o.engines_idle:>9.1%}"
         )
+    print(f"  {'limit':18}{'without knowledge':28}{unknowing:>9.1%}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -201,8 +206,9 @@ def main() -> None:
         scenario = Scenario(tail, longest, balance, *sizes, epochs, args.noise, seed=0)
         case = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}, epochs {epochs}"
         outcomes = measure(scenario, args.seeds, age)
-        show(case, outcomes)
-        table += rows(case, outcomes)
+        unknowing = limit(scenario, age)
+        show(case, outcomes, unknowing)
+        table += rows(case, outcomes, unknowing)
     if args.json:
         write_rows(args.json, table)
 
