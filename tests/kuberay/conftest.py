@@ -31,7 +31,7 @@ def rig(tmp_path: Path, bucket: ObjectStore) -> Iterator[Rig]:
 def server() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), Handler) as server:
         server.answers, server.asked, server.authorizations = [], [], []
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
         server.shutdown()

@@ -127,7 +127,7 @@ def serving() -> Iterator[Kfp]:
     handler = type("Handler", (Handler,), {"kfp": kfp})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     kfp.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield kfp
