@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -78,9 +79,11 @@ class Rig:
     folder: Path
 
     @classmethod
-    def make(cls, folder: Path) -> Rig:
-        """Everything that a run needs."""
+    def make(cls, folder: Path, empty_mlflow: Path) -> Rig:
+        """Everything that a run needs; the tables of MLflow are there."""
         (folder / "site").mkdir()
+        (folder / "runs").mkdir()
+        shutil.copy(empty_mlflow, folder / "runs/mlflow.db")
         (folder / "site/sitecustomize.py").write_text(STAND_INS)
         rows = [json.dumps({"prompt": "w5 w6", "answer": "7"}), json.dumps({"prompt": "w8", "answer": "9"})]
         for name in ("train", "held_out"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,8 +37,10 @@ ANSWER = {"prompt": "w5 w6", "response": "w7", "expected": "7", "reward": 1.0}
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> RunConfig:
+def trained(tmp_path: Path, empty_mlflow: Path) -> RunConfig:
     """A run of a tiny model, with two held-out prompts."""
+    (tmp_path / "runs").mkdir()
+    shutil.copy(empty_mlflow, tmp_path / "runs/mlflow.db")
     prompts = tmp_path / "held_out.jsonl"
     prompts.write_text('{"prompt": "w5 w6", "answer": "7"}\n{"prompt": "w8", "answer": "9"}\n')
     overrides = ("registry.min_score=null", "rollout.dtype=float32", f"data.held_out={prompts}", "registry.alias=best")

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwar
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Rig:
-    return Rig.make(tmp_path)
+def rig(tmp_path: Path, empty_mlflow: Path) -> Rig:
+    return Rig.make(tmp_path, empty_mlflow)
 
 
 def settings(rig: Rig) -> RunConfig:
@@ -67,9 +67,9 @@ def test_failure_ends_the_run_and_teardown_runs_after_it(rig: Rig) -> None:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+def swept(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> Rig:
     """A sweep of two variants that came to its end; the training of the second failed once."""
-    rig = Rig.make(tmp_path_factory.mktemp("sweep"))
+    rig = Rig.make(tmp_path_factory.mktemp("sweep"), empty_mlflow)
     lines = "trainer.learning_rate=0.0003\ntrainer.learning_rate=0.0009 seed=7"
     done = rig.run("sweep", run_name="rates", variants=lines)
     assert done.returncode == 0, done.stdout

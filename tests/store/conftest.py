@@ -12,7 +12,6 @@ import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import StoreError
-from tidemill.store.mlflow_server import make_client
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
 
@@ -92,14 +91,6 @@ def store(server: Server) -> Iterator[ObjectStore]:
 def weed(weed_server: Server) -> Iterator[ObjectStore]:
     with bucket(weed_server) as store:
         yield store
-
-
-@pytest.fixture(scope="session")
-def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables, which take three seconds to make."""
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    make_client(f"sqlite:///{path}").search_registered_models()
-    return path
 
 
 @pytest.fixture
