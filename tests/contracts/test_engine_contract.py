@@ -20,6 +20,7 @@ from tidemill.sections import RolloutConfig
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = np.arange(3, 13, dtype=np.int32)
 BUDGET = 200
+ATTEMPTS = 50  # at what an engine, which is a process of its own, may have done before a busy machine lets us go on
 SAMPLING = Sampling(n=4, max_tokens=BUDGET, temperature=1.0)
 
 
@@ -35,11 +36,13 @@ class Case:
         return self.weights(self.newest)
 
     async def midway(self, request_id: str = "r", sampling: Sampling = SAMPLING) -> asyncio.Task[list[Completion]]:
-        """A group that has begun and is far from done."""
-        task = asyncio.create_task(self.engine.generate(request_id, PROMPT, sampling))
-        await asyncio.sleep(0.15)
-        assert not task.done()
-        return task
+        """A group that has begun and is not done."""
+        for _ in range(ATTEMPTS):
+            task = asyncio.create_task(self.engine.generate(request_id, PROMPT, sampling))
+            await asyncio.sleep(0.15)
+            if not task.done():
+                return task
+        raise AssertionError("every group was done at once")
 
 
 def fake_case() -> Case:
@@ -142,34 +145,44 @@ async def test_updates_at_once_come_one_after_the_other_and_the_same_one_twice_i
     assert {span.version for span in after[0].versions} == {case.newest}
 
 
-async def test_many_aborting_updates_leave_every_sample_within_its_budget(case: Case) -> None:
+async def cut_often(case: Case) -> int:
+    """Generate through aborting updates; returns how many samples have tokens of several versions."""
     sampling = Sampling(n=4, max_tokens=60, temperature=1.0)
     tasks = [asyncio.create_task(case.engine.generate(f"cut-{n}", PROMPT, sampling)) for n in range(3)]
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0.05)
         await case.engine.update_weights(case.next_update(), "abort")
-    cut = 0
-    for sample in [sample for task in tasks for sample in task.result()]:
+    samples = [sample for task in tasks for sample in task.result()]
+    for sample in samples:
         assert len(sample.token_ids) == len(sample.log_probs) == sample.versions[-1].end == 60
         assert sample.finish_reason == "length"
-        cut += len(sample.versions) > 1
+    return sum(len(sample.versions) > 1 for sample in samples)
+
+
+async def test_many_aborting_updates_leave_every_sample_within_its_budget(case: Case) -> None:
+    cut = 0
+    for _ in range(ATTEMPTS):
+        cut = cut or await cut_often(case)
     assert cut > 0
 
 
 async def test_an_aborted_group_returns_what_it_has(case: Case) -> None:
-    task = await case.midway("a")
-    await case.engine.abort(["a", "unknown"])
-    group = await asyncio.wait_for(task, 5)
-    assert len(group) == 4
-    assert "abort" in {sample.finish_reason for sample in group}
-    assert all(len(sample.token_ids) < BUDGET for sample in group if sample.finish_reason == "abort")
+    for _ in range(ATTEMPTS):
+        task = await case.midway("a")
+        await case.engine.abort(["a", "unknown"])
+        group = await asyncio.wait_for(task, 60)
+        assert len(group) == 4
+        assert all(len(sample.token_ids) < BUDGET for sample in group if sample.finish_reason == "abort")
+        if "abort" in {sample.finish_reason for sample in group}:
+            return
+    raise AssertionError("no sample was aborted")
 
 
 async def test_an_abort_before_the_first_token_ends_the_group_too(case: Case) -> None:
     task = asyncio.create_task(case.engine.generate("b", PROMPT, SAMPLING))
     await asyncio.sleep(0)
     await case.engine.abort(["b"])
-    assert "abort" in {sample.finish_reason for sample in await asyncio.wait_for(task, 5)}
+    assert "abort" in {sample.finish_reason for sample in await asyncio.wait_for(task, 60)}
 
 
 async def test_cancelling_ends_the_request(case: Case) -> None:
