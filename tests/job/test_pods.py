@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_port import free_port
 from tiny_model import make_tiny_model
 
 from tidemill.observe.events import EvaluationFinished, PhaseStarted, StepFinished, event_from_dict
@@ -45,12 +46,6 @@ def apart() -> bool:
     """Whether this machine lets us make mount namespaces."""
     probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
     return bool(shutil.which("unshare")) and subprocess.run(probe, capture_output=True, check=False).returncode == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 
 from tidemill.config import RunConfig
 from tidemill.errors import StoreError
@@ -20,12 +20,6 @@ Server = tuple[str, str, str]
 
 def minio_binary() -> Path:
     return Path(os.environ.get("TIDEMILL_MINIO", "~/.cache/tidemill/bin/minio")).expanduser()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,12 @@ import asyncio
 import hashlib
 import json
 import math
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 from mlflow.exceptions import MlflowException
 
 from tidemill.config import RunConfig
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy i
 
 def history(tracker: Tracker, key: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in tracker.client.get_metric_history(tracker.run_id, key)]
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def artifact(tracker: Tracker, name: str, tmp_path: Path) -> str:
@@ -102,7 +96,7 @@ def test_metrics_of_a_dead_server_are_replayed_by_the_resume(mlflow_config: RunC
     started = Tracker.start(mlflow_config)
     started.log(1, {"loss": 3.0})
     started.finish("FAILED")
-    nobody = make_client(f"http://127.0.0.1:{closed_port()}")
+    nobody = make_client(f"http://127.0.0.1:{free_port()}")
     dead = Tracker(TrackedRun(nobody, mlflow_config, started.run_id, opened=True), mlflow_config.folder)
     dead.log(2, {"loss": 2.0})
     dead.log(3, {"loss": 1.0})
@@ -126,7 +120,7 @@ def test_a_batch_sent_twice_counts_once(mlflow_config: RunConfig) -> None:
 
 def test_an_unreachable_server_is_a_setting_to_mend(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    tracking = mlflow_config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{closed_port()}"})
+    tracking = mlflow_config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{free_port()}"})
     with pytest.raises(ConfigError, match=r"tracking\.uri = 'http"):
         Tracker.start(mlflow_config.model_copy(update={"tracking": tracking}))
 
@@ -179,7 +173,7 @@ def test_a_server_that_is_away_at_the_end_costs_the_page_of_a_sweep_and_not_the_
 
 
 def unreachable(config: RunConfig, **more: Any) -> RunConfig:
-    tracking = config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{closed_port()}"})
+    tracking = config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{free_port()}"})
     return config.model_copy(update={"tracking": tracking, **more})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from copies import Copies
+from free_port import free_port
 from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
 
@@ -113,16 +113,11 @@ def train_rank(folder: str, name: str, rank: int, size: int, port: int) -> None:
     policy.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_two(folder: Path, name: str) -> list[dict]:
     """What both ranks found."""
     port = free_port()
-    code = "import sys; from test_ranks import train_rank as t; t(*sys.argv[1:3], *map(int, sys.argv[3:]))"
+    found = "import sys; sys.path.append('..'); from test_ranks import train_rank as t"
+    code = f"{found}; t(*sys.argv[1:3], *map(int, sys.argv[3:]))"
     argv = [sys.executable, "-c", code, str(folder), name]
     processes = [subprocess.Popen([*argv, str(r), "2", str(port)], cwd=Path(__file__).parent) for r in range(2)]
     try:
