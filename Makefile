@@ -32,8 +32,8 @@ export UV_LINK_MODE ?= hardlink
 # Reading bytecode is what halves the start of vLLM; see `setup`.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-fast lint format bench bench-peers minio golden lock-gpu images image-gpu \
-	cluster-up cluster-down test-image minio-image test-cluster test-cluster-full clean
+.PHONY: help setup demo test test-engines test-others lint format bench bench-peers minio golden lock-gpu images \
+	image-gpu cluster-up cluster-down test-image minio-image test-cluster test-cluster-full clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 26
@@ -55,16 +55,16 @@ $(READY): | $(UV)
 demo: setup  ## The whole pipeline on this machine: reinforcement learning of a real model in a few minutes
 	$(BIN)/tidemill run examples/addition.yaml
 
-test: setup  ## All tests, those that start vLLM, Ray and whole runs beside the others
-	@echo 'test-slow and test-fast run at once; each is shown when it has ended'
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-slow test-fast
+test: setup  ## All tests, those that start vLLM and Ray beside the others
+	@echo 'test-engines and test-others run at once; each is shown when it has ended'
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-engines test-others
 
-# They wait for what they start, and leave one of two cores to the others.
-test-slow: setup  ## Tests that start vLLM, Ray or a whole run
-	$(BIN)/python -m pytest -m 'slow and not cluster'
+# They wait for what they start, and leave one of two cores to the others; each takes about half of the time.
+test-engines: setup  ## Tests that start vLLM, Ray or a whole run
+	$(BIN)/python -m pytest -m 'slow and not steps and not cluster'
 
-test-fast: setup  ## The other tests
-	$(BIN)/python -m pytest -m 'not slow and not cluster'
+test-others: setup  ## All other tests
+	$(BIN)/python -m pytest -m '(not slow or steps) and not cluster'
 
 lint: setup  ## Format, lint, types, and that what is generated is current
 	$(BIN)/ruff format --check .

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.steps
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[3:5]))
 def test_command_of_the_documentation_is_taken(command: str, server: Kfp, folder: Path) -> None:
     variables = f"KFP={server.endpoint} PIPELINE=p0 VERSION=v0"
@@ -42,6 +43,7 @@ def test_command_of_the_documentation_is_taken(command: str, server: Kfp, folder
 
 
 @pytest.mark.slow
+@pytest.mark.steps
 def test_what_they_send_is_what_the_documentation_says(server: Kfp) -> None:
     assert len(COMMANDS) == 6
     sent = server.runs[-1]["runtime_config"]["parameters"]

@@ -262,6 +262,7 @@ def test_tail_is_the_end_of_a_text() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.steps
 def test_failed_step_is_named_with_one_message_and_its_log(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     done = run(tmp_path, "run", str(EXAMPLE), "data.train=" + str(tmp_path / "broken.jsonl"))
@@ -274,6 +275,7 @@ def test_failed_step_is_named_with_one_message_and_its_log(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.steps
 def test_step_that_breaks_in_a_way_nobody_foresaw_shows_where(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text("raise SystemExit(3)")
     done = run(tmp_path, "run", str(EXAMPLE), "rewards.0.function=odd:reward")
@@ -282,6 +284,7 @@ def test_step_that_breaks_in_a_way_nobody_foresaw_shows_where(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.steps
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_no_process_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
     with blocked_run(tmp_path) as process:
@@ -294,6 +297,7 @@ def test_interrupted_run_leaves_no_process_and_says_how_to_go_on(tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.steps
 def test_second_interrupt_does_not_stop_the_cleaning_up(tmp_path: Path) -> None:
     with blocked_run(tmp_path) as process:
         for _ in range(5):
@@ -305,6 +309,7 @@ def test_second_interrupt_does_not_stop_the_cleaning_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.steps
 def test_run_whose_launcher_was_killed_still_holds_its_folder(tmp_path: Path) -> None:
     with blocked_run(tmp_path) as process:
         left = psutil.Process(process.pid).children(recursive=True)
@@ -321,6 +326,7 @@ def test_run_whose_launcher_was_killed_still_holds_its_folder(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.steps
 def test_resume_goes_on_under_the_same_name_with_the_same_settings(tmp_path: Path) -> None:
     (tmp_path / "gone.jsonl").write_text("{")
     first = run(tmp_path, "run", str(EXAMPLE), "seed=7", "data.train=" + str(tmp_path / "gone.jsonl"))

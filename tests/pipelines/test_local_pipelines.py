@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,12 @@ from tidemill.run_file import load_config
 from tidemill.store.mlflow_server import make_client, tracking_uri
 from tidemill.store.registry import champion_version, last_prompts, model_version
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.steps,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("default"),
+]
 
 
 @pytest.fixture
@@ -41,19 +45,14 @@ def test_run_of_the_form_tries_again_registers_reports_and_links(rig: Rig) -> No
     assert not rig.store_is_up
 
 
-def test_run_without_a_name_is_called_after_the_kfp_run(rig: Rig) -> None:
-    done = rig.run("post_training")
+def test_step_that_is_killed_is_tried_again_and_the_form_may_have_one_line_and_no_name(rig: Rig) -> None:
+    done = rig.run("post_training", overrides="[seed=9, trainer.learning_rate=0.0007]")
     assert done.returncode == 0, done.stdout
-    [folder] = [path.name for path in (rig.folder / "runs").iterdir() if path.name.startswith("tiny")]
-    assert re.fullmatch(r"tiny-\d{1,8}", folder)
-    assert Summary.from_json(rig.output("register", "Output")).model_version == "tiny/1"
-
-
-def test_step_that_is_killed_is_tried_again_and_the_form_may_have_one_line(rig: Rig) -> None:
-    done = rig.run("post_training", run_name="tiny-k", overrides="[seed=9, trainer.learning_rate=0.0007]")
-    assert done.returncode == 0, done.stdout
-    assert rig.tries("tiny-k") == 2
-    assert Summary.from_json(rig.output("register", "Output")).held_out_after == 0.7
+    [name] = [path.name for path in (rig.folder / "runs").iterdir() if path.name.startswith("tiny")]
+    assert re.fullmatch(r"tiny-\d{1,8}", name)  # after the KFP run
+    assert rig.tries(name) == 2
+    final = Summary.from_json(rig.output("register", "Output"))
+    assert (final.held_out_after, final.model_version) == (0.7, "tiny/1")
     assert not rig.store_is_up
 
 
@@ -113,47 +112,47 @@ def test_bad_variant_is_refused_before_any_is_trained(rig: Rig) -> None:
     assert rig.tries("s-v1") == 0
 
 
-@pytest.fixture
-def fill(rig: Rig) -> Callable[[str], None]:
-    """Puts a file of prompts into the folder `prompts`."""
-
-    def write(name: str) -> None:
-        (rig.folder / "prompts").mkdir(exist_ok=True)
+def fill(rig: Rig, *names: str) -> None:
+    """Put files of prompts into the folder `prompts`."""
+    (rig.folder / "prompts").mkdir(exist_ok=True)
+    for name in names:
         (rig.folder / f"prompts/{name}.jsonl").write_text('{"prompt": "w5 w6", "answer": "7"}\n')
 
-    return write
 
-
-def test_continual_training_begins_with_the_model_of_the_settings_then_goes_on_from_the_champion(
-    rig: Rig, fill: Callable[[str], None]
-) -> None:
-    fill("2026-11-01")
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> Rig:
+    """Continual training that began with the model of the settings; those who take it leave no new prompts."""
+    rig = Rig.make(tmp_path_factory.mktemp("continual"), empty_mlflow)
+    fill(rig, "2026-11-01")
     first = rig.run("continual", run_name="c1", prompts="prompts")
     assert first.returncode == 0, first.stdout
-    config = settings(rig)
-    assert (champion_version(config), last_prompts(config)) == ("1", "2026-11-01.jsonl")
-    fill("2026-11-02")
-    fill("2026-11-03")
-    second = rig.run("continual", run_name="c2", prompts="prompts", overrides="trainer.learning_rate=0.0006")
+    assert (champion_version(settings(rig)), last_prompts(settings(rig))) == ("1", "2026-11-01.jsonl")
+    return rig
+
+
+def test_continual_training_without_new_prompts_leaves_the_champion(begun: Rig) -> None:
+    idle = begun.run("continual", run_name="c2", prompts="prompts")
+    assert idle.returncode == 0, idle.stdout
+    assert (begun.output("renew", "Output"), begun.tries("c2")) == ("wait", 0)
+    assert "Nothing new" in begun.output("renew", "links")
+    assert champion_version(settings(begun)) == "1"
+
+
+def test_continual_training_goes_on_from_the_champion_with_all_new_prompts(begun: Rig) -> None:
+    fill(begun, "2026-11-02", "2026-11-03")
+    second = begun.run("continual", run_name="c3", prompts="prompts", overrides="trainer.learning_rate=0.0006")
     assert second.returncode == 0, second.stdout
-    renewed = rig.output("renew", "settings")
+    renewed = begun.output("renew", "settings")
     assert "model: models:/tiny/1\n" in renewed
     [source] = re.findall(r"train: (.+/inputs/.+)", renewed)
     assert Path(source).read_text().count("\n") == 2 and source.endswith("2026-11-03.jsonl")
-    assert (champion_version(config), last_prompts(config)) == ("2", "2026-11-03.jsonl")
+    assert (champion_version(settings(begun)), last_prompts(settings(begun))) == ("2", "2026-11-03.jsonl")
 
 
-def test_continual_training_without_new_prompts_or_progress_leaves_the_champion(
-    rig: Rig, fill: Callable[[str], None]
-) -> None:
-    fill("2026-11-01")
-    assert rig.run("continual", run_name="c1", prompts="prompts").returncode == 0
-    idle = rig.run("continual", run_name="c2", prompts="prompts")
-    assert idle.returncode == 0, idle.stdout
-    assert (rig.output("renew", "Output"), rig.tries("c2")) == ("wait", 0)
-    assert "Nothing new" in rig.output("renew", "links")
-    fill("2026-11-02")
-    worse = rig.run("continual", run_name="c3", prompts="prompts", overrides="trainer.learning_rate=0.0001")
+def test_continual_training_without_progress_leaves_the_champion(begun: Rig) -> None:
+    champion = champion_version(settings(begun))
+    fill(begun, "2026-11-04")
+    worse = begun.run("continual", run_name="c4", prompts="prompts", overrides="trainer.learning_rate=0.0001")
     assert worse.returncode == 0, worse.stdout
-    assert champion_version(settings(rig)) == "1"
-    assert last_prompts(settings(rig)) == "2026-11-02.jsonl"
+    assert champion_version(settings(begun)) == champion
+    assert last_prompts(settings(begun)) == "2026-11-04.jsonl"
