@@ -3,12 +3,12 @@
 import sys
 
 from kfp import compiler
-from tidemill_pipelines.catalogue import PIPELINES
+from tidemill_pipelines.catalogue import pipeline_of
 
 
 def main(name: str, path: str) -> None:
     """Write the pipeline `name` to `path`."""
-    compiler.Compiler().compile(PIPELINES[name], package_path=path)
+    compiler.Compiler().compile(pipeline_of(name), package_path=path)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from kfp import local
-from tidemill_pipelines.catalogue import PIPELINES
+from tidemill_pipelines.catalogue import PIPELINES, pipeline_of
 from tidemill_pipelines.parameters import Value, pairs, typed
 
 USAGE = "usage: python -m tidemill_pipelines.local PIPELINE FOLDER NAME=VALUE ..., PIPELINE being"
@@ -28,13 +28,15 @@ def main(pipeline: str, root: str, *given: str) -> None:
         RuntimeError: a step failed.
         ValueError: a parameter is wrong.
     """
+    # Built before the runner is there, which would take its tasks for some to run.
+    built, values = pipeline_of(pipeline), typed(pipeline, pairs(given))
     # KFP writes it into a shell script as it is, and a path may have spaces.
     sys.executable = shlex.quote(sys.executable)
     # What is said there of images and pods is for the cluster, and here it is known to have no effect.
     warnings.filterwarnings("ignore", message="You may be attemping to run a task that uses custom")
     warnings.filterwarnings("ignore", message="Task '.*': settings .* have no effect")
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=root, raise_on_error=True)
-    PIPELINES[pipeline](**typed(pipeline, pairs(given)))
+    built(**values)
 
 
 def command(words: Sequence[str]) -> int:

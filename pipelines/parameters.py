@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tidemill_pipelines.catalogue import PIPELINES
+from tidemill_pipelines.catalogue import pipeline_of
 
 Value = str | int | float
 TYPES: Mapping[str, Callable[[str], Value]] = {"String": str, "Integer": int, "Float": float}
@@ -26,7 +26,7 @@ def typed(pipeline: str, given: Mapping[str, str]) -> dict[str, Value]:
     Raises:
         ValueError: one is unknown or missing, or its value is of another type.
     """
-    known = PIPELINES[pipeline].component_spec.inputs
+    known = pipeline_of(pipeline).component_spec.inputs
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"{pipeline} has no parameter {unknown[0]}; it has {', '.join(known)}")
     if missing := [name for name, spec in known.items() if not spec.optional and name not in given]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import kfp_server_api
 from kfp import Client, compiler
-from tidemill_pipelines.catalogue import PIPELINES
+from tidemill_pipelines.catalogue import pipeline_of
 from tidemill_pipelines.parameters import typed
 from urllib3.exceptions import HTTPError
 
@@ -89,10 +89,10 @@ class Service:
 
     def version(self, pipeline: str) -> tuple[str, str]:
         """(pipeline id, version id) of a pipeline as it is compiled here, which is uploaded if it is new."""
-        name = PIPELINES[pipeline].pipeline_spec.pipeline_info.name
+        name = pipeline_of(pipeline).pipeline_spec.pipeline_info.name
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "pipeline.yaml")
-            compiler.Compiler().compile(PIPELINES[pipeline], package_path=path)
+            compiler.Compiler().compile(pipeline_of(pipeline), package_path=path)
             with open(path, "rb") as file:
                 digest = hashlib.sha256(file.read()).hexdigest()[:12]
             title = f"tidemill-{name}"
