@@ -71,6 +71,15 @@ async def test_two_that_may_go_but_not_both_go_one_by_one() -> None:
     await end(first, second)
 
 
+async def test_the_last_place_in_time_is_for_the_group_that_needs_it() -> None:
+    turns, flights = Turns(WAIT), started(0)
+    [only] = await asked(turns, [flights[0]])
+    turns.next(7, flights)
+    await settle()
+    assert only.has_turn
+    await end(only)
+
+
 async def test_who_gives_up_waiting_takes_nobodys_turn_and_ends_nobodys() -> None:
     turns, flights = Turns(WAIT), started(0, 0, 0, 0)
     first, second, third, fourth = await asked(turns, list(flights.values()))
