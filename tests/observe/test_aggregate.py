@@ -76,6 +76,16 @@ def test_a_metric_of_some_steps_is_taken_over_those_steps() -> None:
     }
 
 
+def test_a_part_of_the_reward_counts_as_zero_in_steps_that_lack_it() -> None:
+    steps = [
+        {"groups/count": 3.0, "rollout/generated_groups": 4.0},
+        {"groups/count": 1.0, "rollout/generated_groups": 2.0, "reward/f/a/mean": 0.5, "rollout/reward/f/a": 0.75},
+        {"groups/count": 4.0, "rollout/generated_groups": 0.0},
+    ]
+    result = together(*steps)
+    assert (result["reward/f/a/mean"], result["rollout/reward/f/a"]) == (0.5 / 8, 2 * 0.75 / 6)
+
+
 def test_a_mean_over_nothing_is_left_out() -> None:
     assert together({"update/tokens": 0.0, "ratio/mean": 1.0}) == {"update/tokens": 0.0}
 
@@ -97,6 +107,7 @@ def test_every_documented_metric_has_a_rule_and_no_rule_is_for_another() -> None
 def test_every_weight_is_a_metric_with_a_rule() -> None:
     named = {rule.by for rule in RULES.values()} | {rule.mean for rule in RULES.values()}
     assert named - {None} <= set(RULES)
+    assert {RULES[str(rule.by)].kind for rule in RULES.values() if rule.everywhere} == {"sum"}
 
 
 @pytest.mark.parametrize("name", ["reward/even/mean", "reward/even/format/mean", "rollout/reward/even/format"])

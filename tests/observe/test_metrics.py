@@ -83,8 +83,17 @@ def test_truncation_abortion_and_parts_are_counted() -> None:
     )
     metrics = group_metrics([one], 0, [np.array([1, -1], np.float32)])
     assert (metrics["response/truncated_ratio"], metrics["response/aborted_ratio"]) == (0.5, 0.5)
-    assert (metrics["reward/exact/mean"], metrics["reward/format/mean"]) == (0.5, 0.5)
+    assert (metrics["reward/exact/mean"], metrics["reward/format/mean"]) == (0.5, 0.25)
     assert (metrics["advantage/std"], metrics["advantage/min"], metrics["advantage/max"]) == (1, -1, 1)
+
+
+def test_parts_amount_to_the_reward_though_not_every_rollout_has_all_of_them() -> None:
+    parts: list[dict[str, float]] = [{"f/format": 0.25, "f/right": 1.0}, {"f/format": 0.25}, {}, {"f/late": -0.5}]
+    one = group(1, *(rollout(sum(part.values()), ((0, 1),), parts=part) for part in parts))
+    metrics = group_metrics([one], 0, advantages(one))
+    means = [metrics[f"reward/f/{name}/mean"] for name in ("format", "right", "late")]
+    assert means == [0.125, 0.25, -0.125]
+    assert sum(means) == metrics["reward/mean"]
 
 
 def test_metrics_of_nothing_are_refused() -> None:
