@@ -214,11 +214,11 @@ def interruptions(config: RunConfig) -> Iterator[ConfigError]:
     """Partial rollouts that nothing can make, or that contradict the pause mode."""
     a = config.asynchrony
     if a.partial_rollout and config.synchronous:
-        key = "max_staleness" if a.max_staleness == 0 else "staleness_threshold"
+        key, bound = ("max_staleness", 0) if a.max_staleness == 0 else ("staleness_threshold", a.staleness_threshold)
         yield ConfigError(
             "asynchrony.partial_rollout",
             True,
-            f"false or null with asynchrony.{key} = 0: no group is in flight at a weight sync",
+            f"false or null with asynchrony.{key} = {bound:g}: no group is in flight at a weight sync",
             f"Raise asynchrony.{key}, or leave partial rollouts out.",
         )
     if a.partial_rollout is not None and a.pause_mode is not None and a.partial_rollout == (a.pause_mode == "wait"):

@@ -92,7 +92,7 @@ class RolloutConfig(Section):
     """Response budget in tokens."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Sampling temperature; log-probs are those of the tempered distribution on both sides."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end a response, besides the end-of-sequence token."""
     concurrent_samples_per_replica: Positive = 16
     """Groups in flight per engine (verl's samples are groups)."""

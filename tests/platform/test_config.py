@@ -147,6 +147,16 @@ def test_impossible_combination_is_refused_with_key_value_allowed_and_fix(key: s
     assert error.fix
 
 
+def test_empty_stop_string_is_refused_by_its_place() -> None:
+    error = refusal("rollout.stop=['a', '']")
+    assert (error.key, error.allowed) == ("rollout.stop.1", "at least 1 character")
+
+
+def test_partial_rollouts_are_refused_with_the_threshold_that_leaves_none_in_flight() -> None:
+    error = refusal("asynchrony.staleness_threshold=0.01", "asynchrony.partial_rollout=true")
+    assert "asynchrony.staleness_threshold = 0.01: no group" in error.allowed
+
+
 def test_number_of_other_mistakes_is_said() -> None:
     assert "(1 more settings are wrong.)" in str(refusal("trainer.steps=0", "rollout.group_size=1"))
 
