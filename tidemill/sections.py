@@ -140,10 +140,12 @@ class AsynchronyConfig(Section):
     """Mini-batches of `trainer.ppo_mini_batch_size` groups that one optimizer step waits for."""
     partial_rollout: bool | None = None
     """What a weight sync does to groups in flight: true interrupts them, and the new version goes on from the tokens
-    so far within the same budget; false lets them finish under the old version first. Null follows `pause_mode`."""
+    so far within the same budget; false lets them finish under the old version first. Null is false where
+    `pause_mode` is wait, else true."""
     pause_mode: Literal["keep", "abort", "wait"] | None = None
     """How an engine pauses for new weights: keep goes on with the tokens and their KV, abort starts a new request
-    from the tokens so far, wait lets requests finish first. Null is wait without partial rollouts, else keep."""
+    from the tokens so far, wait lets requests finish first. Null is wait where `partial_rollout` is false, else
+    keep."""
 
 
 class AlgorithmConfig(Section):

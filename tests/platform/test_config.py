@@ -147,6 +147,10 @@ def test_impossible_combination_is_refused_with_key_value_allowed_and_fix(key: s
     assert error.fix
 
 
+def test_list_that_is_too_short_is_refused_without_words_of_the_validator() -> None:
+    assert refusal("rewards=[]").allowed == "at least 1 item"
+
+
 def test_empty_stop_string_is_refused_by_its_place() -> None:
     error = refusal("rollout.stop=['a', '']")
     assert (error.key, error.allowed) == ("rollout.stop.1", "at least 1 character")
