@@ -147,6 +147,14 @@ def test_impossible_combination_is_refused_with_key_value_allowed_and_fix(key: s
     assert error.fix
 
 
+def test_no_number_may_be_none_at_all() -> None:
+    sections = {key: owner.model_fields[name] for key, owner, name in fields() if not key.startswith("kubernetes")}
+    numbers = [key.replace(".N.", ".0.") for key, field in sections.items() if "float" in str(field.annotation)]
+    assert len(numbers) > 15
+    for key in numbers:
+        assert refusal(f"{key}=.nan", "algorithm.old_log_prob=decoupled", "data.held_out=a").key == key
+
+
 def test_list_that_is_too_short_is_refused_without_words_of_the_validator() -> None:
     assert refusal("rewards=[]").allowed == "at least 1 item"
 
