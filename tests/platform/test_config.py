@@ -157,6 +157,23 @@ def test_threshold_that_adds_no_group_is_named_with_its_value(mode: str) -> None
     assert parse("asynchrony.staleness_threshold=0.0625", mode).max_groups_between_syncs == 17
 
 
+def test_no_number_may_be_none_at_all() -> None:
+    sections = {key: owner.model_fields[name] for key, owner, name in fields() if not key.startswith("kubernetes")}
+    numbers = [key.replace(".N.", ".0.") for key, field in sections.items() if "float" in str(field.annotation)]
+    assert len(numbers) > 15
+    for key in numbers:
+        assert refusal(f"{key}=.nan", "algorithm.old_log_prob=decoupled", "data.held_out=a").key == key
+
+
+def test_list_that_is_too_short_is_refused_without_words_of_the_validator() -> None:
+    assert refusal("rewards=[]").allowed == "at least 1 item"
+
+
+def test_empty_stop_string_is_refused_by_its_place() -> None:
+    error = refusal("rollout.stop=['a', '']")
+    assert (error.key, error.allowed) == ("rollout.stop.1", "at least 1 character")
+
+
 def test_number_of_other_mistakes_is_said() -> None:
     assert "(1 more settings are wrong.)" in str(refusal("trainer.steps=0", "rollout.group_size=1"))
 
