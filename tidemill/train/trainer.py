@@ -193,7 +193,7 @@ class Trainer:
 
     @property
     def sync_is_due(self) -> bool:
-        """Every `trigger_parameter_sync_step` steps, and after the last one, so that no update is lost; not in a hurry."""
+        """Every `trigger_parameter_sync_step` steps, and after the last, so that no update is lost; not in a hurry."""
         last = self.position.step == self.config.trainer.steps
         due = last or self.position.unsynced >= self.config.asynchrony.trigger_parameter_sync_step
         return due and not self.stop.hurry
