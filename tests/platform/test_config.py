@@ -124,6 +124,7 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("queue.capacity", ["queue.capacity=15"]),
         ("queue.capacity", ["queue.capacity=31", "asynchrony.require_batches=2"]),
         ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15", "trainer.steps=null"]),
+        ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15"]),
         ("trainer.steps", ["rollout.total_rollout_steps=80"]),
         ("asynchrony.staleness_threshold", ["asynchrony.max_staleness=0", "asynchrony.staleness_threshold=0.5"]),
         ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=drop"]),
@@ -240,6 +241,11 @@ def test_staleness_threshold_counts_groups_as_verl_does() -> None:
         "asynchrony.staleness_threshold=0.5", "asynchrony.require_batches=2", "trainer.ppo_mini_batch_size=4"
     )
     assert (config.required_samples, config.max_groups_between_syncs) == (8, 12)
+
+
+def test_threshold_loses_no_group_to_rounding() -> None:
+    # (1 + 0.16) * 25 is 28.999999999999996 in floating point.
+    assert parse("asynchrony.staleness_threshold=0.16", "trainer.ppo_mini_batch_size=25").max_groups_between_syncs == 29
 
 
 def test_queue_holds_what_the_staleness_bound_allows() -> None:

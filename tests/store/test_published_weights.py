@@ -282,10 +282,13 @@ def synchronizer(rig: Rig, *engines: FakeEngine) -> Synchronizer:
 async def test_engines_on_two_hosts_adopt_every_version(rig: Rig) -> None:
     engines = [Receiving(rig.receiver(name)) for name in ("here", "here", "there")]
     publisher = synchronizer(rig, *engines)
-    for version in (0, 1, 3, 9):
+    for serial, version in enumerate((0, 1, 3, 9), start=1):
         metrics = await publisher.publish(version, "keep")
         assert [engine.loaded for engine in engines] == 3 * [rig.files[version]]
         assert metrics["sync/bytes"] == len(rig.files[version])
+        parts = [item for item in rig.store.list(place_of(rig, serial).key) if "/part-" in item.key]
+        assert metrics["sync/stored_bytes"] == sum(part.nbytes for part in parts)
+        assert metrics["sync/full"] == (version == 0)
     publisher.close()
     assert rig.store.list(PREFIX) == ()
 
