@@ -332,7 +332,18 @@ def test_a_run_on_kubernetes_needs_what_pods_can_share() -> None:
     for index, key in enumerate(("sync.transport", "store.endpoint", "tracking.uri"), start=1):
         left_out = [setting for number, setting in enumerate(ON_KUBERNETES) if number != index]
         assert refusal(*left_out).key == key
-    assert refusal(*ON_KUBERNETES, "tracking.uri=sqlite:///runs/mlflow.db").key == "tracking.uri"
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:///runs/mlflow.db", "SQLite:///m.db", "file:///m", "file:m", "mlruns", "/mnt/m"]
+)
+def test_files_of_a_pod_are_no_tracking_server(uri: str) -> None:
+    assert refusal(*ON_KUBERNETES, f"tracking.uri={uri}").key == "tracking.uri"
+
+
+@pytest.mark.parametrize("uri", ["https://mlflow", "postgresql://user@db/mlflow", "databricks", "databricks://team"])
+def test_what_every_pod_reaches_is_a_tracking_server(uri: str) -> None:
+    assert parse(*ON_KUBERNETES, f"tracking.uri={uri}").tracking.uri == uri
 
 
 @pytest.mark.parametrize(
