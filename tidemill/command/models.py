@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 from tidemill.chatter import diverted
 from tidemill.command.need import need_working_folder
@@ -70,15 +68,14 @@ def quiet(debug: bool) -> AbstractContextManager[object]:
     return nullcontext() if debug else diverted(os.devnull)
 
 
-def ui(arguments: argparse.Namespace) -> NoReturn:
-    """Become the MLflow server."""
+def ui(arguments: argparse.Namespace) -> int:
+    """The pages of MLflow, until they are ended."""
+    from rich.console import Console
+
+    from tidemill.local.mlflow_pages import serve
+
     database = registry_of(Path(arguments.output).resolve())
-    port = free_port(arguments.port)
-    print(f"MLflow of {database.parent}: http://127.0.0.1:{port} (ready in some seconds; Ctrl-C ends it)", flush=True)
-    artifacts = (database.parent / "mlartifacts").as_uri()
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}"]
-    options = ["--artifacts-destination", artifacts, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    os.execv(sys.executable, [*command, *options])
+    return serve(database, free_port(arguments.port), Console(), debug=arguments.debug)
 
 
 def registry_of(output: Path) -> Path:
