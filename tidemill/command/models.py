@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")
     check_inputs(config)
     check_model(config)
+    say_loading(config.model)
     with quiet(arguments.debug):
         evaluation = score(config, config.model)
     for answer in evaluation.answers:
@@ -50,6 +52,7 @@ def generate(arguments: argparse.Namespace) -> int:
     locator = Locator(
         StoreConfig(endpoint=arguments.endpoint), output, arguments.tracking or f"sqlite:///{output / 'mlflow.db'}"
     )
+    say_loading(arguments.model)
     with quiet(arguments.debug), TemporaryDirectory(prefix="tidemill-model-") as folder:
         answers = generate_text(
             locator.bring(arguments.model, Path(folder)).path,
@@ -61,6 +64,11 @@ def generate(arguments: argparse.Namespace) -> int:
     for prompt, answer in zip(arguments.prompts, answers, strict=True):
         print(answer if len(answers) == 1 else f"> {prompt}\n{answer}\n")
     return 0
+
+
+def say_loading(model: str) -> None:
+    """Tell a person what takes so long, apart from the answers."""
+    print(f"loading {model} ...", file=sys.stderr, flush=True)
 
 
 def quiet(debug: bool) -> AbstractContextManager[object]:
