@@ -177,7 +177,7 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
             "trainer.steps",
             config.trainer.steps,
             f"{total // needed}, the steps that rollout.total_rollout_steps = {total} groups fill, {needed} each",
-            "Give one of the two.",
+            "Give one of the two; null leaves the other out.",
         )
 
 
