@@ -205,21 +205,35 @@ def staleness(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "asynchrony.staleness_strategy",
             a.staleness_strategy,
-            "pace or wait where the staleness bound is 0: whatever ran ahead would be dropped",
-            "Raise asynchrony.max_staleness and asynchrony.staleness_threshold, or pace.",
+            f"pace or wait with {no_lead(config)}: nothing runs ahead that could be dropped",
+            f"{more_lead(config)}, or pace.",
         )
+
+
+def no_lead(config: RunConfig) -> str:
+    """The setting that makes a run synchronous, in words."""
+    if config.asynchrony.max_staleness == 0:
+        return "asynchrony.max_staleness = 0"
+    threshold, groups = config.asynchrony.staleness_threshold, config.groups_per_version
+    return f"asynchrony.staleness_threshold = {threshold:g}, which adds no group to the {groups} of a version"
+
+
+def more_lead(config: RunConfig) -> str:
+    """What lets generation run ahead where `no_lead` says why it does not."""
+    if config.asynchrony.max_staleness == 0:
+        return "Raise asynchrony.max_staleness"
+    return f"Raise asynchrony.staleness_threshold to 1 / {config.groups_per_version} at least, or leave it out"
 
 
 def interruptions(config: RunConfig) -> Iterator[ConfigError]:
     """Partial rollouts that nothing can make, or that contradict the pause mode."""
     a = config.asynchrony
     if a.partial_rollout and config.synchronous:
-        key = "max_staleness" if a.max_staleness == 0 else "staleness_threshold"
         yield ConfigError(
             "asynchrony.partial_rollout",
             True,
-            f"false or null with asynchrony.{key} = 0: no group is in flight at a weight sync",
-            f"Raise asynchrony.{key}, or leave partial rollouts out.",
+            f"false or null with {no_lead(config)}: no group is in flight at a weight sync",
+            f"{more_lead(config)}, or leave partial rollouts out.",
         )
     if a.partial_rollout is not None and a.pause_mode is not None and a.partial_rollout == (a.pause_mode == "wait"):
         allowed = "keep or abort with" if a.partial_rollout else "wait without"

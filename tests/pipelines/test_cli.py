@@ -15,7 +15,9 @@ from tidemill.command.arguments import parse
 from tidemill.command.models import free_port
 from tidemill.command.runs import output_override
 from tidemill.errors import ConfigError
+from tidemill.local.run_folder import begin
 from tidemill.observe.events import Activity, EventLog
+from tidemill.run_file import load_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/addition.yaml")
@@ -75,6 +77,17 @@ def test_misuse_is_one_line_and_status_2(
     error = capsys.readouterr().err
     assert error.startswith("tidemill: ") and message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["status", "logs", "stop"])
+def test_run_of_this_machine_is_not_looked_for_on_a_cluster(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begin(load_config(EXAMPLE, ["name=addition-1", "output=runs"]))
+    assert main([name, "addition-1"]) == 2
+    error = capsys.readouterr().err
+    assert "RUN = 'addition-1': allowed is a run on Kubernetes. runs/addition-1 is one of this machine" in error
 
 
 @pytest.mark.parametrize("setting", ["data.held_out=gone.jsonl", "rewards.0.function=exact_numbr"])

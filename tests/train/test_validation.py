@@ -169,6 +169,27 @@ async def test_the_end_of_the_run_waits_for_the_score(tmp_path: Path, mode: str)
     assert school.scores == [(7, 7, STEPS)]
 
 
+@pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
+@pytest.mark.parametrize("every", [1, STEPS - 1, STEPS])
+@pytest.mark.parametrize("slow", ["generation", "training", "neither"])
+async def test_a_run_ends_whichever_side_is_slower_and_whenever_it_is_scored(
+    tmp_path: Path, mode: str, every: int, slow: str
+) -> None:
+    school = School(tmp_path, mode, every=every)
+    for member in school.crew.members:
+        member._delay = 0.01 if slow == "generation" else 0.0
+
+    async def linger() -> None:
+        await asyncio.sleep(0.03)
+
+    school.hooks = dict.fromkeys(range(STEPS), linger) if slow == "training" else {}
+    await school.run()
+    # The last version is the exported model, which is scored after the training.
+    assert [step for step, _, _ in school.scores] == list(range(every, STEPS, every))
+    assert all(step == version for step, version, _ in school.scores)
+    assert school.trainer.validation._task is None
+
+
 async def test_a_spare_engine_that_dies_costs_its_score_and_nothing_else(tmp_path: Path) -> None:
     school = School(tmp_path, "spare", every=7)
     school.answers(False)

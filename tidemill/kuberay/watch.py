@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError, StoreError, TidemillError
+from tidemill.failure import OUTAGE_S
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.beginning import Beginning
@@ -29,8 +30,6 @@ from tidemill.store.object_store import ObjectStore
 
 POLL_S = 5.0
 BEAT_S = 30.0
-OUTAGE_S = 900.0
-"""So long may API server or store be away before the watcher gives up; the run itself goes on meanwhile."""
 STOP_GRACE_S = 900.0
 """So long may a run take for step, checkpoint and export after it was told to stop for its budget."""
 

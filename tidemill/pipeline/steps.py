@@ -26,6 +26,7 @@ from tidemill.pipeline.provider import provider_of
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
+from tidemill.store.mlflow_server import await_answer
 
 LONGEST_SETTINGS = 32 << 10
 """Bytes of the settings as YAML, which all steps are given."""
@@ -175,7 +176,8 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
     """
     run = parse_config(config)
     with step("register", run) as log:
-        final = with_times(registered(run, scored(Summary.from_json(summary), evaluation_from_json(evaluation))), run)
+        trained = scored(Summary.from_json(summary), evaluation_from_json(evaluation))
+        final = with_times(registered(run, trained, log), run)
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.why('model_version')}"))
         elif (why := not_promoted(run, final)) is not None:
@@ -232,8 +234,10 @@ def scored(summary: Summary, evaluation: Evaluation | None) -> Summary:
     return replace(summary, held_out_after=evaluation.score, samples=samples)
 
 
-def registered(run: RunConfig, summary: Summary) -> Summary:
-    """The summary with the new model version, or with the reason why there is none."""
+def registered(run: RunConfig, summary: Summary, log: EventLog) -> Summary:
+    """The summary with the new model version, or with the reason why there is none. A server that is away is waited
+    for: the training is over, and there is no other way into the registry.
+    """
     from tidemill.store.registry import gate
     from tidemill.store.registry import register as make_version
 
@@ -243,6 +247,7 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
             passed, reason = False, summary.why(needed)
     if not passed:
         return replace(summary, missing={**summary.missing, "model_version": reason})
+    await_answer(run, lambda text: log.write(Notice(text)))
     tags = {} if summary.checkpoint_uri is None else {"checkpoint_uri": summary.checkpoint_uri}
     version = make_version(run, str(summary.model_uri), str(summary.mlflow_run_id), summary.held_out_after, tags)
     return replace(summary, model_version=f"{run.registered_model}/{version}")

@@ -125,12 +125,16 @@ class Trainer:
     async def fit(self) -> None:
         """Train until the step budget or the data ends or a stop is asked for, and publish what was learned last.
 
+        The engines have the present parameters as the present version, also where an attempt before this one ended in
+        a hurry, in the middle of a version: a whole version begins.
+
         Consumes: groups of the queue. Produces: versions, checkpoints, metrics. Waits for: a full batch, at most
         `trainer.get_timeout_s`.
 
         Raises:
             RunError: no batch arrived in time, or a group broke the staleness bound.
         """
+        self.position.unsynced = 0
         try:
             await self.fit_steps()
             if not self.stop.hurry:
@@ -189,10 +193,7 @@ class Trainer:
 
     @property
     def sync_is_due(self) -> bool:
-        """Every `trigger_parameter_sync_step` steps, and after the last one, so that no update is lost; not in a hurry.
-
-        After a hurry more steps may be unsynced than that.
-        """
+        """Every `trigger_parameter_sync_step` steps, and after the last one, so that no update is lost; not in a hurry."""
         last = self.position.step == self.config.trainer.steps
         due = last or self.position.unsynced >= self.config.asynchrony.trigger_parameter_sync_step
         return due and not self.stop.hurry
