@@ -142,6 +142,19 @@ def test_the_earlier_name_of_computed_log_probs_is_understood() -> None:
     assert config("async_training.compute_prox_log_prob=True").algorithm.old_log_prob == "version_start"
 
 
+def test_a_step_of_several_mini_batches_has_as_many_optimizer_steps_as_in_verl() -> None:
+    """verl, too, takes 4 * 32 groups at once, makes 4 optimizer steps of 32, and then moves its learning rate on."""
+    run = config(
+        "async_training.require_batches=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "async_training.trigger_parameter_sync_step=2",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+    )
+    assert (run.trainer.steps, run.required_samples, run.updates_per_version) == (8, 128, 8)
+    assert run.trainer.warmup_steps == 40
+    assert config("actor_rollout_ref.actor.optim.lr_warmup_steps=-1").trainer.warmup_steps == 0
+
+
 def test_a_group_is_as_large_as_verl_makes_it() -> None:
     assert config("actor_rollout_ref.rollout.n=16", "rollout.n=4").rollout.group_size == 16
     message = refusal("~actor_rollout_ref.rollout.n", "rollout.n=4")

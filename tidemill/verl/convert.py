@@ -166,6 +166,8 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
         "trainer.ranks": known["trainer.nnodes"] * known["trainer.n_gpus_per_node"],
         "algorithm.kl_coef": known[f"{actor}kl_loss_coef"] if known[f"{actor}use_kl_loss"] else 0.0,
     }
+    if warmup := done.ours.get("trainer.warmup_steps"):  # verl counts steps of the trainer, we count optimizer steps
+        ours["trainer.warmup_steps"] = warmup * done.ours.get("asynchrony.require_batches", 1)
     if threshold > 0:
         ours["asynchrony.partial_rollout"] = partial
     else:

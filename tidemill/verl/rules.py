@@ -77,6 +77,13 @@ NUMBER, FLAG = (int, float), (bool,)
 Rule = Becomes | Only | LeftOut | Never | Part
 
 
+def positive(value: Any) -> int:
+    """A number of things of which there is at least one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("a whole number from 1 on")
+    return value
+
+
 def group(value: Any) -> int:
     """Responses per prompt."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 2:
@@ -158,7 +165,7 @@ REWARDS: Mapping[str, Mapping[str, Rule]] = {
 SETTINGS: Mapping[str, Rule] = {
     "async_training.staleness_threshold": Part("asynchrony.staleness_threshold, asynchrony.max_staleness", NUMBER),
     "async_training.trigger_parameter_sync_step": Becomes("asynchrony.trigger_parameter_sync_step"),
-    "async_training.require_batches": Becomes("asynchrony.require_batches"),
+    "async_training.require_batches": Becomes("asynchrony.require_batches", positive),
     "async_training.partial_rollout": Part("asynchrony.partial_rollout", FLAG),
     "async_training.concurrent_samples_per_replica": Becomes("rollout.concurrent_samples_per_replica"),
     "async_training.use_rollout_log_probs": Only((True,), RECOMPUTED),
