@@ -66,13 +66,18 @@ class RunConfig(Section):
 
     @property
     def required_samples(self) -> int:
-        """Groups that one optimizer step consumes."""
+        """Groups that one step of the trainer takes."""
         return self.trainer.ppo_mini_batch_size * self.asynchrony.require_batches
 
     @property
     def groups_per_version(self) -> int:
         """Groups consumed between two weight syncs."""
         return self.required_samples * self.asynchrony.trigger_parameter_sync_step
+
+    @property
+    def updates_per_version(self) -> int:
+        """Optimizer steps between two weight syncs: one with every mini-batch."""
+        return self.asynchrony.require_batches * self.asynchrony.trigger_parameter_sync_step
 
     @property
     def queue_capacity(self) -> int:
@@ -133,7 +138,7 @@ def with_steps(tree: dict[str, Any]) -> dict[str, Any]:
     """The settings as they were read, with `trainer.steps` where it follows from `rollout.total_rollout_steps`.
 
     Raises:
-        ConfigError: so few groups fill no optimizer step.
+        ConfigError: so few groups fill no step of the trainer.
     """
     rollout, trainer, asynchrony = (tree.get(name) or {} for name in ("rollout", "trainer", "asynchrony"))
     if not all(isinstance(section, dict) for section in (rollout, trainer, asynchrony)):
@@ -167,7 +172,7 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "queue.capacity",
             capacity,
-            f"at least the {needed} groups that one optimizer step waits for",
+            f"at least the {needed} groups that one step of the trainer waits for",
             "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches.",
         )
     if total is not None and total < needed:
@@ -182,11 +187,11 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def too_few_rollouts(total: int, needed: int) -> ConfigError:
-    """So few groups fill no optimizer step."""
+    """So few groups fill no step of the trainer."""
     return ConfigError(
         "rollout.total_rollout_steps",
         total,
-        f"at least the {needed} groups of one optimizer step",
+        f"at least the {needed} groups of one step of the trainer",
         "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches.",
     )
 

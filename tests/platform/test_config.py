@@ -257,7 +257,7 @@ def test_staleness_threshold_counts_groups_as_verl_does() -> None:
     config = parse(
         "asynchrony.staleness_threshold=0.5", "asynchrony.require_batches=2", "trainer.ppo_mini_batch_size=4"
     )
-    assert (config.required_samples, config.max_groups_between_syncs) == (8, 12)
+    assert (config.required_samples, config.updates_per_version, config.max_groups_between_syncs) == (8, 2, 12)
 
 
 def test_threshold_loses_no_group_to_rounding() -> None:
