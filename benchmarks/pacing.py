@@ -17,8 +17,8 @@ in which no prompt comes twice. The first epoch, in which nothing is known, coun
 
 The clairvoyant is no rule that could be built: it knows how long each prompt will take before it starts, and begins
 the long ones early in a version. What it reaches at the same maximum age is what scheduling alone can reach. The limit
-without knowledge is what no rule can exceed that learns how long a prompt takes by generating it; `simulation.limit`
-computes it.
+without knowledge is what the best rule can reach that learns how long a group takes only by generating it whole;
+`simulation.limit` computes it.
 
     python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--epochs 1 5] [--noise 0.3] [--json rows.json]
 """

@@ -29,7 +29,7 @@ def anchors(page: Path) -> set[str]:
 def commands(page: Path) -> Iterator[list[str]]:
     """Arguments of every `tidemill` in a block of commands."""
     for block in BLOCK.findall(page.read_text(encoding="utf-8")):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line.strip().removeprefix("$ "), comments=True) if "tidemill " in line else []
             if words[:1] == ["tidemill"]:
                 yield words[1 : next((place for place, word in enumerate(words) if word in ENDS), None)]

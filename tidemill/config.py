@@ -66,13 +66,18 @@ class RunConfig(Section):
 
     @property
     def required_samples(self) -> int:
-        """Groups that one optimizer step consumes."""
+        """Groups that one step of the trainer takes."""
         return self.trainer.ppo_mini_batch_size * self.asynchrony.require_batches
 
     @property
     def groups_per_version(self) -> int:
         """Groups consumed between two weight syncs."""
         return self.required_samples * self.asynchrony.trigger_parameter_sync_step
+
+    @property
+    def updates_per_version(self) -> int:
+        """Optimizer steps between two weight syncs: one with every mini-batch."""
+        return self.asynchrony.require_batches * self.asynchrony.trigger_parameter_sync_step
 
     @property
     def queue_capacity(self) -> int:
@@ -133,7 +138,7 @@ def with_steps(tree: dict[str, Any]) -> dict[str, Any]:
     """The settings as they were read, with `trainer.steps` where it follows from `rollout.total_rollout_steps`.
 
     Raises:
-        ConfigError: so few groups fill no optimizer step.
+        ConfigError: so few groups fill no step of the trainer.
     """
     rollout, trainer, asynchrony = (tree.get(name) or {} for name in ("rollout", "trainer", "asynchrony"))
     if not all(isinstance(section, dict) for section in (rollout, trainer, asynchrony)):
@@ -167,7 +172,7 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "queue.capacity",
             capacity,
-            f"at least the {needed} groups that one optimizer step waits for",
+            f"at least the {needed} groups that one step of the trainer waits for",
             "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches.",
         )
     if total is not None and total < needed:
@@ -177,16 +182,16 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
             "trainer.steps",
             config.trainer.steps,
             f"{total // needed}, the steps that rollout.total_rollout_steps = {total} groups fill, {needed} each",
-            "Give one of the two.",
+            "Give one of the two; null leaves the other out.",
         )
 
 
 def too_few_rollouts(total: int, needed: int) -> ConfigError:
-    """So few groups fill no optimizer step."""
+    """So few groups fill no step of the trainer."""
     return ConfigError(
         "rollout.total_rollout_steps",
         total,
-        f"at least the {needed} groups of one optimizer step",
+        f"at least the {needed} groups of one step of the trainer",
         "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches.",
     )
 
@@ -205,21 +210,35 @@ def staleness(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "asynchrony.staleness_strategy",
             a.staleness_strategy,
-            "pace or wait where the staleness bound is 0: whatever ran ahead would be dropped",
-            "Raise asynchrony.max_staleness and asynchrony.staleness_threshold, or pace.",
+            f"pace or wait with {no_lead(config)}: nothing runs ahead that could be dropped",
+            f"{more_lead(config)}, or pace.",
         )
+
+
+def no_lead(config: RunConfig) -> str:
+    """The setting that makes a run synchronous, in words."""
+    if config.asynchrony.max_staleness == 0:
+        return "asynchrony.max_staleness = 0"
+    threshold, groups = config.asynchrony.staleness_threshold, config.groups_per_version
+    return f"asynchrony.staleness_threshold = {threshold:g}, which adds no group to the {groups} of a version"
+
+
+def more_lead(config: RunConfig) -> str:
+    """What lets generation run ahead where `no_lead` says why it does not."""
+    if config.asynchrony.max_staleness == 0:
+        return "Raise asynchrony.max_staleness"
+    return f"Raise asynchrony.staleness_threshold to 1 / {config.groups_per_version} at least, or leave it out"
 
 
 def interruptions(config: RunConfig) -> Iterator[ConfigError]:
     """Partial rollouts that nothing can make, or that contradict the pause mode."""
     a = config.asynchrony
     if a.partial_rollout and config.synchronous:
-        key = "max_staleness" if a.max_staleness == 0 else "staleness_threshold"
         yield ConfigError(
             "asynchrony.partial_rollout",
             True,
-            f"false or null with asynchrony.{key} = 0: no group is in flight at a weight sync",
-            f"Raise asynchrony.{key}, or leave partial rollouts out.",
+            f"false or null with {no_lead(config)}: no group is in flight at a weight sync",
+            f"{more_lead(config)}, or leave partial rollouts out.",
         )
     if a.partial_rollout is not None and a.pause_mode is not None and a.partial_rollout == (a.pause_mode == "wait"):
         allowed = "keep or abort with" if a.partial_rollout else "wait without"
@@ -279,7 +298,7 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
         ("store.endpoint", config.store.endpoint, "the http(s)://host:port of an S3 server"),
         ("tracking.uri", config.tracking.uri, "the address of an MLflow server"),
     ):
-        if value in ("shared_memory", "embedded", None) or str(value).startswith(("sqlite:", "file:")):
+        if value in ("shared_memory", "embedded", None) or (key == "tracking.uri" and is_file(str(value))):
             yield ConfigError(key, value, f"{allowed} with cluster.provider = kuberay", apart)
     if config.kubernetes.image.endswith(":latest"):
         fix = "Whatever stands behind latest may change between two pods of a run. Name a version."
@@ -292,6 +311,12 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError("kubernetes.max_engines", most, "null with kubernetes.queue", fix)
     if config.trainer.ranks > RANKS_PER_POD and config.trainer.ranks % RANKS_PER_POD:
         yield ConfigError("trainer.ranks", config.trainer.ranks, "up to 8, or a multiple of 8", "A pod holds 8 ranks.")
+
+
+def is_file(tracking: str) -> bool:
+    """Whether MLflow would write to a file or folder at this address, of which every pod has its own."""
+    scheme, colon, _ = tracking.lower().partition(":")
+    return scheme == "file" or scheme.startswith("sqlite") or not (colon or scheme == "databricks")
 
 
 def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:

@@ -16,6 +16,8 @@ from tidemill.errors import DataError, EngineError, RunError, StoreError, StoreR
 
 FILE = "failure.json"
 PASSING = (RunError, EngineError, StoreError)
+OUTAGE_S = 900.0
+"""So long may a service around a run be away before a step of the pipeline gives up on it."""
 HOPELESS = 2
 """Exit status of a driver whose failure another attempt would only repeat."""
 

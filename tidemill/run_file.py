@@ -31,6 +31,8 @@ KINDS = {"str": "a text", "list": "a list", "NoneType": "nothing"}
 """What a file may hold instead of settings."""
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 """A section, as pydantic calls it."""
+NOISE = re.compile(r"^\w+ should (be|have) | after validation, not \d+$")
+"""What pydantic says around what is allowed."""
 
 
 class Loader(yaml.SafeLoader):
@@ -185,7 +187,7 @@ def explain(error: ValidationError) -> ConfigError:
         return ConfigError(key, first["input"], PATTERNS[key], "Mend it.")
     more = len(error.errors()) - 1
     rest = f" ({more} more settings are wrong.)" if more else ""
-    allowed = MAPPING.sub("a mapping", re.sub(r"^\w+ should (be|have) ", "", first["msg"]))
+    allowed = MAPPING.sub("a mapping", NOISE.sub("", first["msg"]))
     return ConfigError(key, first["input"], allowed, f"See docs/configuration.md.{rest}")
 
 

@@ -15,6 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 Cores = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 TAGGED_IMAGE = r"^[^\s:@]+(:\d+/[^\s:@]+)?(:\w[\w.-]{0,127}|@sha256:[0-9a-f]{64})$"
@@ -71,7 +72,7 @@ class RewardConfig(Section):
     function: str
     """`exact_number` (the first number in the response against the answer), `math_verify`, `reasoning_gym`, or an
     import path `package.module:function`."""
-    weight: float = 1.0
+    weight: Number = 1.0
     """Factor in the sum."""
     timeout_s: Seconds = 10.0
     """A call that takes longer is killed with its process and counted; the group is tried again."""
@@ -92,7 +93,7 @@ class RolloutConfig(Section):
     """Response budget in tokens."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Sampling temperature; log-probs are those of the tempered distribution on both sides."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end a response, besides the end-of-sequence token."""
     concurrent_samples_per_replica: Positive = 16
     """Groups in flight per engine (verl's samples are groups)."""
@@ -130,20 +131,24 @@ class AsynchronyConfig(Section):
     max_staleness: Count = 1
     """Hard bound on the age of any trained token, in policy versions; 0 is synchronous training."""
     staleness_threshold: NonNegative | None = None
-    """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained (verl)."""
+    """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained, rounded down
+    (verl). One that adds no whole group is the same as 0: nothing runs ahead."""
     staleness_strategy: Literal["pace", "drop", "wait"] = "pace"
     """What keeps the bound: pace starts only what can be trained in time and cancels the few that are overtaken, drop
     starts what engines and queue hold and replaces what became too old, wait lets the trainer wait for the oldest."""
     trigger_parameter_sync_step: Positive = 1
-    """Optimizer steps between two weight syncs."""
+    """Steps of the trainer between two weight syncs."""
     require_batches: Positive = 1
-    """Mini-batches of `trainer.ppo_mini_batch_size` groups that one optimizer step waits for."""
+    """Mini-batches of `trainer.ppo_mini_batch_size` groups that a step of the trainer takes at once; it makes an
+    optimizer step with each of them, in the order in which the groups came."""
     partial_rollout: bool | None = None
     """What a weight sync does to groups in flight: true interrupts them, and the new version goes on from the tokens
-    so far within the same budget; false lets them finish under the old version first. Null follows `pause_mode`."""
+    so far within the same budget; false lets them finish under the old version first. Null is false where
+    `pause_mode` is wait, else true."""
     pause_mode: Literal["keep", "abort", "wait"] | None = None
     """How an engine pauses for new weights: keep goes on with the tokens and their KV, abort starts a new request
-    from the tokens so far, wait lets requests finish first. Null is wait without partial rollouts, else keep."""
+    from the tokens so far, wait lets requests finish first. Null is wait where `partial_rollout` is false, else
+    keep."""
 
 
 class AlgorithmConfig(Section):
@@ -184,9 +189,10 @@ class TrainerConfig(Section):
     """The optimizer and its steps."""
 
     steps: Positive
-    """Optimizer steps of the whole run; may be left out where `rollout.total_rollout_steps` is given."""
+    """Steps of the whole run, each of `asynchrony.require_batches` optimizer steps; may be left out where
+    `rollout.total_rollout_steps` is given."""
     ppo_mini_batch_size: Positive = 16
-    """Groups (prompts) per mini-batch."""
+    """Groups (prompts) per mini-batch, that is per optimizer step."""
     ranks: Positive = 1
     """Trainer processes. Several share out the rows of a step, and each keeps its part of every parameter (FSDP)."""
     micro_batch_tokens: Positive = 4096
@@ -276,7 +282,7 @@ class RegistryConfig(Section):
 
     model: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
     """Name of the registered model; null takes the run's `name`."""
-    min_score: float | None = None
+    min_score: Number | None = None
     """Held-out score that the policy must reach; null asks only that it did not get worse."""
     alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "candidate"
     """Alias that the new version gets; it also becomes the `champion` if it scores no less than the present one."""

@@ -10,7 +10,8 @@ Rates at which a slot begins prompts, by phase, by the time that is known and by
 variables (the occupancy measure of an average-reward semi-Markov decision process; Puterman 1994, chapter 11). They
 balance the phases that are left against those that are reached, and what is cancelled against what comes back, and
 maximise the share of time in prompts that end. How slots share prompts, queue and trainer is left out, so that no rule
-of this kind is better in the long run. A version lasts longer where less is reached; that is solved by iteration.
+of this kind is better in the long run, as far as all versions last equally long. They last longer where less is
+reached; that is solved by iteration.
 """
 
 from __future__ import annotations

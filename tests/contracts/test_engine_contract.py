@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -164,6 +165,44 @@ async def test_many_aborting_updates_leave_every_sample_within_its_budget(case: 
     for _ in range(ATTEMPTS):
         cut = cut or await cut_often(case)
     assert cut > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_no_interleaving_of_updates_aborts_and_cancellations_leaves_an_engine_paused(
+    case: Case, seed: int
+) -> None:
+    """Pauses that overlap, fail or come twice, and requests that end meanwhile."""
+    random, sampling = Random(seed), Sampling(n=2, max_tokens=40, temperature=1.0)
+    modes: list[PauseMode] = ["keep", "abort", "wait"]
+    tasks = [asyncio.create_task(case.engine.generate(f"fuzz-{seed}-{n}", PROMPT, sampling)) for n in range(6)]
+    cancelled, newest = tasks.pop(random.randrange(6)), case.next_update()
+    updates = [asyncio.create_task(case.engine.update_weights(newest, "keep"))]
+    for _ in range(12):
+        await asyncio.sleep(random.choice([0, 0, 0.003, 0.03]))
+        match random.choice(["update", "update", "refused", "again", "abort", "cancel"]):
+            case "update":
+                update = newest = case.next_update()
+            case "refused":
+                update = case.refused
+            case "again":
+                update = newest
+            case "abort":
+                await case.engine.abort([f"fuzz-{seed}-{random.randrange(6)}", "unknown"])
+                continue
+            case _:
+                cancelled.cancel()
+                continue
+        updates.append(asyncio.create_task(case.engine.update_weights(update, random.choice(modes))))
+    results = await asyncio.wait_for(asyncio.gather(*updates, return_exceptions=True), 60)
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert {type(result) for result in results} <= {type(None), SyncError}
+    assert await case.engine.version() == case.newest
+    for sample in [sample for group in await asyncio.wait_for(asyncio.gather(*tasks), 60) for sample in group]:
+        versions = [span.version for span in sample.versions]
+        assert versions == sorted(set(versions))
+        assert len(sample.token_ids) == len(sample.log_probs) <= 40
+    after = await case.engine.generate(f"after-{seed}", PROMPT, Sampling(n=1, max_tokens=3, temperature=1.0))
+    assert {span.version for span in after[0].versions} == {case.newest}
 
 
 async def test_an_aborted_group_returns_what_it_has(case: Case) -> None:

@@ -18,8 +18,8 @@ import torch
 from tiny_model import CONTEXT, make_tiny_model, tiny_llama, write_weights
 
 from tidemill.errors import ConfigError, EngineCrashedError, EngineError, EngineLostError, SyncError
-from tidemill.protocols import Sampling, WeightUpdate
-from tidemill.records import Float32Array
+from tidemill.protocols import PauseMode, Sampling, WeightUpdate
+from tidemill.records import Completion, Float32Array
 from tidemill.rollout.engine import VllmEngine
 from tidemill.sections import RolloutConfig
 
@@ -134,6 +134,21 @@ async def test_a_stop_string_ends_a_sample(engine: VllmEngine) -> None:
     assert len(stopped[0].token_ids) <= 4
 
 
+async def test_a_stop_string_that_an_abort_cuts_in_two_ends_a_sample_all_the_same(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    [free] = await engine.generate("free", PROMPT, GREEDY)
+    tokens = free.token_ids.tolist()
+    stop = " ".join(f"w{token}" for token in tokens[1:22])  # nearly every cut falls into it
+    for attempt in range(5):
+        sampling = Sampling(n=1, max_tokens=24, temperature=0.0, stop=(stop,))
+        task = asyncio.create_task(engine.generate(f"two-{attempt}", PROMPT, sampling))
+        await asyncio.sleep(0.02 * (attempt + 1))
+        await engine.update_weights(write_weights(tmp_path / f"{attempt}.safetensors", 0, 0), "abort")
+        [sample] = await task
+        assert (sample.finish_reason, sample.token_ids.tolist()) == ("stop", tokens[:22])
+
+
 async def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match=r"120 prompt tokens and 24 new ones exceed .* 129 tokens"):
         await engine.generate("p", np.full(120, 3, np.int32), GREEDY)
@@ -198,21 +213,39 @@ async def test_seeded_groups_that_do_not_fit_into_one_step_are_repeatable(engine
     assert await group(7) == at_once[7]
 
 
+async def arriving_during(engine: VllmEngine, update: WeightUpdate, mode: PauseMode) -> Completion:
+    """The answer to the prompt, asked while an update pauses something longer."""
+    longer = Sampling(n=1, max_tokens=60, temperature=1.0)
+    running = asyncio.create_task(engine.generate(f"running {mode}", PROMPT + 1, longer))
+    await asyncio.sleep(0.1)
+    updating = asyncio.create_task(engine.update_weights(update, mode))
+    for _ in range(5):  # it has begun then
+        await asyncio.sleep(0)
+    [sample] = await engine.generate(f"arriving {mode}", PROMPT, GREEDY)
+    await asyncio.gather(running, updating)
+    return sample
+
+
 @pytest.mark.parametrize("kept", [False, True])
 async def test_prompts_meet_kv_of_older_weights_only_where_asked(tmp_path: Path, kept: bool) -> None:
     """The first block of the prompt is in the cache; what is sampled after it tells whose it is."""
     model = make_tiny_model(tmp_path, 0)
     engine = VllmEngine(str(model), ROLLOUT, 64, 0, "shared_memory", keep_prefix_cache=kept)
     await engine.start()
+    modes: list[PauseMode] = ["abort", "keep", "wait"]
     try:
         await engine.generate("before", PROMPT, GREEDY)
-        await engine.update_weights(write_weights(tmp_path / "w.safetensors", 1, 1), "abort")
-        [sample] = await engine.generate("after", PROMPT, GREEDY)
-        np.testing.assert_allclose(await engine.score(PROMPT), expected_log_probs(1, PROMPT.tolist()), atol=1e-3)
+        for version, mode in enumerate(modes, 1):
+            update = write_weights(tmp_path / f"{version}.safetensors", version, version)
+            sample = await arriving_during(engine, update, mode)
+            np.testing.assert_allclose(
+                await engine.score(PROMPT), expected_log_probs(version, PROMPT.tolist()), atol=1e-3
+            )
+            assert [span.version for span in sample.versions] == [version]
+            exact = expected_log_probs(version, [*PROMPT.tolist(), *sample.token_ids.tolist()])[len(PROMPT) - 1 :]
+            assert (np.abs(sample.log_probs - exact).max() > 0.01) == kept
     finally:
         await engine.shutdown()
-    exact = expected_log_probs(1, [*PROMPT.tolist(), *sample.token_ids.tolist()])[len(PROMPT) - 1 :]
-    assert (np.abs(sample.log_probs - exact).max() > 0.01) == kept
 
 
 async def test_after_an_abort_every_token_has_the_log_prob_of_the_version_that_sampled_it(
@@ -238,15 +271,15 @@ async def test_after_an_abort_every_token_has_the_log_prob_of_the_version_that_s
     raise AssertionError("no sample was cut")
 
 
-def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
+async def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
     assert fresh.left_over == set()
 
 
-def test_shutdown_is_no_failure_in_the_log(fresh: Fresh) -> None:
+async def test_shutdown_is_no_failure_in_the_log(fresh: Fresh) -> None:
     assert fresh.complaints == []
 
 
-def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:
+async def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:
     assert "the engine is not running" in str(fresh.after)
 
 

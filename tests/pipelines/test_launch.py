@@ -22,7 +22,16 @@ from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.failure import Failure
 from tidemill.local.launch import start
-from tidemill.local.outcome import keep_ray_logs, program, report, say_full, shown, tail_of
+from tidemill.local.outcome import (
+    keep_ray_logs,
+    program,
+    report,
+    say_full,
+    say_interrupted,
+    say_started,
+    shown,
+    tail_of,
+)
 from tidemill.local.run_folder import begin, earlier, exclusive, fresh
 from tidemill.run_file import load_config
 from tidemill.store.checkpoint import open_checkpoints
@@ -182,6 +191,16 @@ def logs_of_ray(scratch: Path) -> Path:
     for number in range(3):
         (logs / f"worker-{number}.out").write_text("died")
     return logs
+
+
+def test_what_stands_in_a_line_is_shown_as_it_is(addition: RunConfig, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=40, force_terminal=True)
+    say_started(addition.model_copy(update={"name": "addition-1", "output": tmp_path / "my[red]runs"}), console)
+    say_interrupted("tidemill run --resume addition-1", console)
+    first, second = on(console).splitlines()
+    folder = tmp_path / "my[red]runs/addition-1"
+    assert first == f"run addition-1: everything about it stands in {folder}; Ctrl-C ends it"
+    assert second == "interrupted; `tidemill run --resume addition-1` goes on from the newest checkpoint"
 
 
 def test_logs_of_ray_are_kept(tmp_path: Path, screen: Console) -> None:

@@ -20,21 +20,69 @@ from tidemill_components.validate import validate
 from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
+from tidemill.errors import ConfigError, DataError, EngineError, RewardError, RunError, StoreError, TidemillError
 from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.observe.report import Summary
-from tidemill.pipeline.preflight import check_model, check_room, rooms
-from tidemill.pipeline.steps import seconds_by_step
-from tidemill.run_file import parse_config
+from tidemill.pipeline.preflight import check_inputs, check_model, check_room, rooms
+from tidemill.pipeline.steps import seconds_by_step, step
+from tidemill.run_file import load_config, parse_config
 from tidemill.sections import SyncConfig
 from tidemill.store.checkpoint import open_checkpoints
 
 BAD = "name: probe"
+EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
 ASKED = ("", "", "", "", 0, 0, "", 0.0)  # what a form leaves open
 
 
 SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None).to_json()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.epochs=1", "trainer.ppo_mini_batch_size=81"], r"data.epochs = 1: .* 80 prompts .* step of 81 groups"),
+        (
+            ["rewards.0.options={bonus: 1}"],
+            r"rewards.0.options = \{'bonus': 1\}: .*unexpected .* 'bonus'",
+        ),
+        (["rewards.0.options={answer: 1}"], r"rewards.0.options = .*'answer'"),
+        (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
+        (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
+    ],
+)
+def test_inputs_of_which_no_step_can_be_trained_are_refused(
+    overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_here.py").write_text(
+        "def narrow(response, *, prompt, answer): return 0.0\n"
+        "def wide(response, *, prompt, answer, extra, bonus): return bonus\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(load_config(EXAMPLE, overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.epochs=1", "trainer.ppo_mini_batch_size=80"],
+        ["rewards.0.function=builtins:max"],  # which has no signature
+        ["rewards.0.function=rewards_taken:score", "rewards.0.options={bonus: 1}"],
+        ["rewards.0.function=rewards_taken:Score.of"],
+    ],
+)
+def test_inputs_that_can_be_trained_are_taken(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_taken.py").write_text(
+        "def score(response, *, prompt, answer, extra, bonus=0.0): return bonus\n"
+        "class Score:\n"
+        "    @staticmethod\n"
+        "    def of(text, **columns): return 0.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    check_inputs(load_config(EXAMPLE, overrides))
 
 
 class Artifact:
@@ -103,6 +151,35 @@ def test_settings_that_no_later_step_could_be_given_are_refused(addition: RunCon
     data = addition.data.model_copy(update={"system_prompt": "Be brief. " * 4000})
     with pytest.raises(ConfigError, match=r"^config = '\d+ bytes': allowed is at most 32768 with every default"):
         validated(addition.model_copy(update={"data": data}).to_yaml())
+
+
+def test_try_after_one_that_no_other_can_mend_fails_at_once_in_its_words(addition: RunConfig) -> None:
+    with pytest.raises(RewardError), step("train", addition):
+        raise RewardError("the reward is broken")
+    first = Failure.read(addition.folder)
+    with pytest.raises(TidemillError, match=r"^the reward is broken$"), step("train", addition):
+        pytest.fail("it was tried again")
+    assert Failure.read(addition.folder) == first
+
+
+def test_mended_settings_get_their_chance(addition: RunConfig) -> None:
+    for name in ("validate", "train"):
+        with pytest.raises(RewardError), step(name, addition):
+            raise RewardError("the reward is broken")
+    done: list[str] = []
+    for name in ("validate", "train"):
+        with step(name, addition):
+            done.append(name)
+    assert done == ["validate", "train"]
+
+
+@pytest.mark.parametrize("error", [StoreError("away"), EngineError("died"), KeyError("a fault of ours")])
+def test_what_may_pass_is_tried_again(addition: RunConfig, error: Exception) -> None:
+    with pytest.raises(type(error)), step("train", addition):
+        raise error
+    with step("train", addition):
+        pass
+    assert Failure.read(addition.folder) is None
 
 
 def test_unknown_reward_is_refused(addition: RunConfig) -> None:

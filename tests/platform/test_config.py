@@ -124,11 +124,14 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("queue.capacity", ["queue.capacity=15"]),
         ("queue.capacity", ["queue.capacity=31", "asynchrony.require_batches=2"]),
         ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15", "trainer.steps=null"]),
+        ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15"]),
         ("trainer.steps", ["rollout.total_rollout_steps=80"]),
         ("asynchrony.staleness_threshold", ["asynchrony.max_staleness=0", "asynchrony.staleness_threshold=0.5"]),
         ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=drop"]),
         ("asynchrony.partial_rollout", ["asynchrony.max_staleness=0", "asynchrony.partial_rollout=true"]),
         ("asynchrony.partial_rollout", ["asynchrony.staleness_threshold=0", "asynchrony.partial_rollout=true"]),
+        ("asynchrony.partial_rollout", ["asynchrony.staleness_threshold=0.06", "asynchrony.partial_rollout=true"]),
+        ("asynchrony.staleness_strategy", ["asynchrony.staleness_threshold=0", "asynchrony.staleness_strategy=drop"]),
         ("asynchrony.pause_mode", ["asynchrony.partial_rollout=false", "asynchrony.pause_mode=abort"]),
         ("asynchrony.pause_mode", ["asynchrony.partial_rollout=true", "asynchrony.pause_mode=wait"]),
         ("evaluation.every", ["evaluation.every=1"]),
@@ -145,6 +148,31 @@ def test_impossible_combination_is_refused_with_key_value_allowed_and_fix(key: s
     assert error.key == key
     assert all(part in str(error) for part in (key, repr(error.value), error.allowed, error.fix))
     assert error.fix
+
+
+@pytest.mark.parametrize("mode", ["asynchrony.partial_rollout=true", "asynchrony.staleness_strategy=drop"])
+def test_threshold_that_adds_no_group_is_named_with_its_value(mode: str) -> None:
+    error = refusal("asynchrony.staleness_threshold=0.06", mode)  # of 16 groups
+    assert "asynchrony.staleness_threshold = 0.06, which adds no group to the 16 of a version" in error.allowed
+    assert "to 1 / 16 at least" in error.fix
+    assert parse("asynchrony.staleness_threshold=0.0625", mode).max_groups_between_syncs == 17
+
+
+def test_no_number_may_be_none_at_all() -> None:
+    sections = {key: owner.model_fields[name] for key, owner, name in fields() if not key.startswith("kubernetes")}
+    numbers = [key.replace(".N.", ".0.") for key, field in sections.items() if "float" in str(field.annotation)]
+    assert len(numbers) > 15
+    for key in numbers:
+        assert refusal(f"{key}=.nan", "algorithm.old_log_prob=decoupled", "data.held_out=a").key == key
+
+
+def test_list_that_is_too_short_is_refused_without_words_of_the_validator() -> None:
+    assert refusal("rewards=[]").allowed == "at least 1 item"
+
+
+def test_empty_stop_string_is_refused_by_its_place() -> None:
+    error = refusal("rollout.stop=['a', '']")
+    assert (error.key, error.allowed) == ("rollout.stop.1", "at least 1 character")
 
 
 def test_number_of_other_mistakes_is_said() -> None:
@@ -229,7 +257,12 @@ def test_staleness_threshold_counts_groups_as_verl_does() -> None:
     config = parse(
         "asynchrony.staleness_threshold=0.5", "asynchrony.require_batches=2", "trainer.ppo_mini_batch_size=4"
     )
-    assert (config.required_samples, config.max_groups_between_syncs) == (8, 12)
+    assert (config.required_samples, config.updates_per_version, config.max_groups_between_syncs) == (8, 2, 12)
+
+
+def test_threshold_loses_no_group_to_rounding() -> None:
+    # (1 + 0.16) * 25 is 28.999999999999996 in floating point.
+    assert parse("asynchrony.staleness_threshold=0.16", "trainer.ppo_mini_batch_size=25").max_groups_between_syncs == 29
 
 
 def test_queue_holds_what_the_staleness_bound_allows() -> None:
@@ -316,7 +349,18 @@ def test_a_run_on_kubernetes_needs_what_pods_can_share() -> None:
     for index, key in enumerate(("sync.transport", "store.endpoint", "tracking.uri"), start=1):
         left_out = [setting for number, setting in enumerate(ON_KUBERNETES) if number != index]
         assert refusal(*left_out).key == key
-    assert refusal(*ON_KUBERNETES, "tracking.uri=sqlite:///runs/mlflow.db").key == "tracking.uri"
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:///runs/mlflow.db", "SQLite:///m.db", "file:///m", "file:m", "mlruns", "/mnt/m"]
+)
+def test_files_of_a_pod_are_no_tracking_server(uri: str) -> None:
+    assert refusal(*ON_KUBERNETES, f"tracking.uri={uri}").key == "tracking.uri"
+
+
+@pytest.mark.parametrize("uri", ["https://mlflow", "postgresql://user@db/mlflow", "databricks", "databricks://team"])
+def test_what_every_pod_reaches_is_a_tracking_server(uri: str) -> None:
+    assert parse(*ON_KUBERNETES, f"tracking.uri={uri}").tracking.uri == uri
 
 
 @pytest.mark.parametrize(

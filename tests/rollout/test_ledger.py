@@ -44,6 +44,23 @@ def test_what_was_dropped_is_issued_before_anything_new_lowest_first() -> None:
     assert [dispatch(ledger) for _ in range(3)] == [1, 3, 5]
 
 
+def test_the_lowest_goes_first_whatever_was_taken_from_between() -> None:
+    ledger = Ledger(total=None)
+    queue(ledger, 8)
+    for uid in (0, 5, 1, 6, 7, 2, 3):
+        ledger.dropped(uid, "stale")
+    ledger.dispatched(0)
+    assert [dispatch(ledger) for _ in range(6)] == [1, 2, 3, 5, 6, 7]
+
+
+def test_failures_of_what_is_trained_in_the_end_are_forgotten() -> None:
+    ledger = Ledger(total=None)
+    for _ in range(2):
+        ledger.failed(dispatch(ledger), "timeout", 3)
+    ledger.trained(queue(ledger, 1))
+    assert ledger.state() == ledger.state() | {"attempts": {}, "outlasted": {}, "crashed": {}}
+
+
 def test_looking_at_the_next_occurrence_changes_nothing() -> None:
     ledger = Ledger(total=2)
     assert ledger.next_uid() == ledger.next_uid() == 0

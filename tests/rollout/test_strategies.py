@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -76,6 +77,20 @@ async def test_wait_goes_on_when_a_group_that_others_wait_for_fails() -> None:
     assert rig.uids == list(range(20))
 
 
+async def test_a_run_that_is_stopped_waits_for_no_group_whose_turn_it_is_not() -> None:
+    config = run_config(asynchrony={"staleness_strategy": "wait"})
+    rig = Rig(config, engines=[FakeEngine(faults={0: Fault("hang")})])
+    run = asyncio.create_task(rig.rollouter.run())
+    await rig.train_step()
+    async with asyncio.timeout(5):  # occurrence 0 has place 8, the last in time: nobody else may go
+        while len(rig.queue.queued) < 3 or (await rig.rollouter.stats())["delivering"] < 4:
+            await asyncio.sleep(0.005)
+    await rig.rollouter.stop()
+    await run
+    counts = rig.ledger.counts()
+    assert (counts["dropped/stopped"], counts["dispatched"], counts["queued"]) == (5, 0, 3)
+
+
 async def test_drop_runs_ahead_of_the_pace_and_replaces_exactly_what_it_dropped() -> None:
     rig = heavy_rig("drop", queue={"capacity": 8}, rollout={"concurrent_samples_per_replica": 8})
     assert await rig.run() == 12
@@ -99,6 +114,7 @@ def test_wait_lets_a_group_overtake_only_while_the_others_keep_their_places() ->
     assert wait.keeps_all_in_time(5, [0, 0, 0])  # the others get places 5, 6, 7 (from 0)
     assert not wait.keeps_all_in_time(6, [0, 0, 0])  # 8 is too late
     assert wait.keeps_all_in_time(6, [0, 0, 1, 1, 1, 1])
+    assert wait.keeps_all_in_time(6, [1, 0, 1, 0, 1, 1])  # their order is that of their ages
     assert not wait.keeps_all_in_time(8, [0])
 
 

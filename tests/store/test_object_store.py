@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from urllib3.exceptions import MaxRetryError, ProtocolError, ReadTimeoutError
 
 from tidemill.errors import ConfigError, StoreError
-from tidemill.store.object_store import ObjectStore, credentials, parse_uri
+from tidemill.sections import SyncConfig
+from tidemill.store import object_store
+from tidemill.store.object_store import READ_TIMEOUT_S, ObjectStore, credentials, make_client, parse_uri
 
 Server = tuple[str, str, str]
 MIB = 1 << 20
@@ -210,6 +213,63 @@ def test_a_broken_download_goes_on_where_it_stopped(weed: ObjectStore, weed_serv
         store = ObjectStore.connect(url, weed.bucket, *weed_server[1:])
         assert store.get_file("big", tmp_path / "big") == stored
     assert (tmp_path / "big").read_bytes() == data
+
+
+@contextmanager
+def silent_server(heard: list[bytes]) -> Iterator[str]:
+    """Takes every request and never answers one."""
+    listener, taken = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            taken.append(client)
+            heard.append(client.recv(65536))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+        for client in taken:
+            client.close()
+
+
+def test_a_server_that_never_answers_is_asked_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 0.2)
+    heard: list[bytes] = []
+    with silent_server(heard) as url:
+        store = ObjectStore(make_client(url, "key", "secret", patient=True), url, "tidemill")
+        with pytest.raises(StoreError, match=f"no S3 answer from {url}: .*timed out"):
+            store.exists("k")
+    assert len(heard) == 3
+
+
+def test_a_hanging_server_is_told_of_before_a_sync_is_given_up() -> None:
+    pool = make_client("http://store:9000", "key", "secret", patient=True)._http
+    retries, silent, waited = pool.connection_pool_kw["retries"], ReadTimeoutError(pool, "/", "silence"), 0.0
+    with pytest.raises(MaxRetryError):
+        while True:
+            waited += pool.connection_pool_kw["timeout"].connect_timeout + READ_TIMEOUT_S
+            retries = retries.increment("GET", "/", error=silent)
+            waited += retries.get_backoff_time()
+    assert waited < SyncConfig().timeout_s
+
+
+def test_a_server_that_breaks_off_is_tried_as_often_as_a_restart_takes() -> None:
+    retries = make_client("http://store:9000", "key", "secret", patient=True)._http.connection_pool_kw["retries"]
+    waited = 0.0
+    with pytest.raises(MaxRetryError):
+        while True:
+            retries = retries.increment("GET", "/", error=ProtocolError("reset"))
+            waited += retries.get_backoff_time()
+    assert len(retries.history) == 6 and waited > 30
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,17 @@ class Gated(FakeEngine):
         await super().update_weights(update, mode)
 
 
+class Shifted(FakeEngine):
+    """Computes other log-probs than the trainer."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.shift = shift
+
+    async def score(self, token_ids: Any) -> Any:
+        return await uniform(token_ids) + np.float32(self.shift)
+
+
 async def settle() -> None:
     """Let every task come to where it waits."""
     for _ in range(50):
@@ -201,8 +212,25 @@ async def test_first_publication_shows_what_rounding_may_cost(tmp_path: Path) ->
     await coarse.publish(0, "keep")
     with pytest.raises(SyncError, match=r"0\.0200 in the mean, allowed is 0\.01"):
         await fine.publish(1, "keep")
+    shift = 0.0
+    assert (await coarse.publish(1, "keep"))["sync/canary_gap"] == 0.0  # and says nothing of what is rounding
     shift = 0.2
-    assert (await coarse.publish(1, "keep"))["sync/canary_gap"] == pytest.approx(0.2, abs=1e-6)
+    assert (await coarse.publish(2, "keep"))["sync/canary_gap"] == pytest.approx(0.2, abs=1e-6)
+
+
+async def test_the_gap_is_that_of_the_widest_engine(tmp_path: Path) -> None:
+    engines = Shifted(0.01), Shifted(0.03), Shifted(0.02)
+    metrics = await synchronizer(tmp_path, *engines).publish(1, "keep")
+    assert metrics["sync/canary_gap"] == pytest.approx(0.03, abs=1e-6)
+
+
+async def test_an_engine_that_joins_late_is_compared_with_the_trainer_too(tmp_path: Path) -> None:
+    publisher, late = synchronizer(tmp_path, FakeEngine()), Shifted(0.3)
+    await publisher.publish(4, "keep")
+    with pytest.raises(SyncError, match=r"engine 7 computes something else.* 0\.3000 in the mean"):
+        await publisher.late_join("engine 7", late)
+    await publisher.publish(5, "keep")
+    assert await late.version() == 4
 
 
 async def test_no_bound_means_no_canary(tmp_path: Path) -> None:

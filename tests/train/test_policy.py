@@ -158,6 +158,25 @@ def test_update_reports_sums_over_the_step(llama: Path) -> None:
     assert {"loss", "grad_norm", "lr", "skipped", "time/forward", "time/backward", "time/optimizer"} < result.keys()
 
 
+@pytest.mark.parametrize("limit", [1e9, 0.125])
+def test_the_gradient_is_clipped_to_the_bound_and_the_norm_before_is_reported(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, limit: float
+) -> None:
+    rank, groups = make_rank(llama, max_grad_norm=limit), random_groups(4)
+    (batches,) = batches_of(groups, random_advantages(groups), 40)
+    denominator, stepped = step_denominator(groups, "token"), []
+    found = torch.stack([g.norm() for g in gradients(rank, batches, denominator).values()]).norm().item()
+    rank.optimizer.zero_grad()
+
+    def step() -> None:
+        stepped.append(torch.stack([p.grad.norm() for p in rank.parameters.values()]).norm().item())
+
+    monkeypatch.setattr(rank.optimizer, "step", step)
+    assert rank.update(batches, denominator)["grad_norm"] == pytest.approx(found, rel=1e-4)
+    assert found > 0.125
+    assert stepped == pytest.approx([min(found, limit)], rel=1e-4)
+
+
 def test_updates_make_good_responses_likelier(llama: Path) -> None:
     rank = make_rank(llama, learning_rate=1e-4)
     group = make_group(0, [5, 6], make_rollout([7, 8]), make_rollout([9, 10]))
@@ -179,6 +198,7 @@ def test_a_step_without_targets_is_counted_and_changes_nothing(llama: Path) -> N
     before = {name: parameter.clone() for name, parameter in rank.parameters.items()}
     result = rank.update([MicroBatch.of([])], 5.0)
     assert (result["skipped"], result["grad_norm"], result["tokens"], rank.updates) == (1, 0, 0, 1)
+    assert (result["ratio/mean"], result["ratio/clip_fraction"], result["kl/old_new"]) == (1, 0, 0)
     assert all(torch.equal(before[name], parameter) for name, parameter in rank.parameters.items())
 
 
@@ -189,6 +209,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_step(llama: Path) -
     with pytest.raises(RunError, match=r"gradient norm of optimizer step 1 is (nan|inf)"):
         rank.update(batches, 9.0)
     assert all(torch.equal(before[name], parameter) for name, parameter in rank.parameters.items())
+    assert all(parameter.grad is None for parameter in rank.parameters.values())  # the next step is not spoilt
 
 
 def test_score_is_at_temperature_one(llama: Path) -> None:

@@ -129,6 +129,17 @@ async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
         trainer.check_age([await one_group(rig.config)])
 
 
+async def test_a_group_of_a_version_to_come_ends_the_run() -> None:
+    trainer = make_trainer(rig := Rig(version=1), Position(version=0))
+    await rig.engines[0].update_weights(WeightUpdate(1, "", 0), "keep")
+    run = asyncio.create_task(rig.rollouter.run())
+    lease = await rig.queue.lease(1, 1, 10)
+    await rig.rollouter.stop()
+    await run
+    with pytest.raises(RunError, match=r"age -1 at version 0, allowed is 0\.\.1"):
+        trainer.check_age([Group.from_bytes(lease.deliveries[0].payload)])
+
+
 async def one_group(config: RunConfig) -> Group:
     rig = Rig(config)
     run = asyncio.create_task(rig.rollouter.run())
@@ -196,6 +207,7 @@ async def test_the_last_updates_are_synced_though_the_steps_are_no_multiple_of_t
     trainer = make_trainer(rig := Rig(config))
     await fit(trainer, rig)
     assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (8, 0, [1, 2, 3])
+    assert ["time/sync" in metrics for metrics in trainer.observer.steps] == [False, False, True] * 2 + [False, True]
     assert rig.ledger.trained_count == 32
 
 
@@ -205,13 +217,14 @@ class StoppingRanks(CountingRanks):
 
     trainer: Trainer | None = None
     step: int = 3
+    hurry: bool = False
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
     ) -> Mapping[str, float]:
         assert self.trainer is not None
         if self.trainer.position.step + 1 == self.step:
-            self.trainer.stop.ask("the budget is used up")
+            self.trainer.stop.ask("the budget is used up", hurry=self.hurry)
             self.trainer.stop.ask("a second reason")
         return await super().update(batches, denominator, version)
 
@@ -252,6 +265,23 @@ async def test_a_stop_in_a_hurry_needs_no_engine_and_the_next_sync_makes_up_for_
     trainer = make_trainer(rest, hurried.position)
     await fit(trainer, rest)
     assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (5, 0, [2, 3, 4])
+
+
+@pytest.mark.parametrize("bound", [{"max_staleness": 0}, {"max_staleness": 1, "staleness_strategy": "wait"}])
+async def test_after_a_hurry_in_the_middle_of_a_version_a_whole_one_begins_and_nothing_becomes_too_old(
+    bound: Mapping[str, object],
+) -> None:
+    config = run_config(asynchrony={**bound, "trigger_parameter_sync_step": 2}, trainer={"steps": 13})
+    hurried = make_trainer(rig := Rig(config))
+    hurried.ranks = StoppingRanks(trainer=hurried, hurry=True)
+    await fit(hurried, rig)
+    assert (hurried.position.step, hurried.position.unsynced, hurried.publisher.versions) == (3, 1, [1])
+    rest = Rig(config, engines=rig.engines, state=rig.ledger.state(), version=1)
+    trainer = make_trainer(rest, hurried.position)
+    await fit(trainer, rest)
+    assert trainer.ranks.versions == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert (trainer.position.step, rest.ledger.trained_count) == (13, 52)
+    assert "dropped/stale" not in rest.ledger.counts()  # groups started at the pace of the versions that were trained
 
 
 async def test_a_run_that_was_stopped_goes_on_where_it_was() -> None:

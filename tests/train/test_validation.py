@@ -79,7 +79,7 @@ class School:
         for member in self.crew.members:
             member.answers.set() if given else member.answers.clear()
 
-    async def run(self) -> None:
+    async def run(self, steps: int = STEPS) -> None:
         async with asyncio.timeout(DEADLINE_S), self.crew.fleet.kept():
             await self.crew.fleet.publish(0, "keep")
             generation = asyncio.create_task(self.crew.rig.rollouter.run())
@@ -87,7 +87,7 @@ class School:
             await self.crew.rig.rollouter.stop()
             await generation
         self.crew.rig.ledger.check()
-        assert self.crew.rig.ledger.trained_count == STEPS * 4
+        assert self.crew.rig.ledger.trained_count == steps * 4
         assert max(metrics["staleness/max"] for metrics in self.metrics) <= 1
 
 
@@ -133,6 +133,27 @@ async def test_a_weight_sync_does_not_overtake_a_concurrent_evaluation(tmp_path:
     assert school.metrics[3]["time/evaluate"] > 0
 
 
+async def test_the_last_sync_of_a_run_that_is_stopped_does_not_overtake_one_either(tmp_path: Path) -> None:
+    school = School(tmp_path, "concurrent", every=1, trigger=4)
+    school.answers(False)
+
+    async def stop() -> None:
+        school.trainer.stop.ask("enough")
+
+    async def later() -> None:
+        await until(lambda: school.trainer.position.step == 5)
+        await asyncio.sleep(0.05)
+        assert [member.adopted[-1] for member in school.crew.members] == [1, 1]
+        school.answers(True)
+
+    school.hooks = {4: stop}
+    looking = asyncio.create_task(later())
+    await school.run(steps=5)
+    await looking
+    assert school.scores == [(4, 1, 5)]
+    assert [member.adopted for member in school.crew.members] == [[0, 1, 2], [0, 1, 2]]
+
+
 async def test_versions_pass_a_spare_engine_by_and_it_catches_up(tmp_path: Path) -> None:
     school = School(tmp_path, "spare", every=2)
     school.answers(False)
@@ -167,6 +188,27 @@ async def test_the_end_of_the_run_waits_for_the_score(tmp_path: Path, mode: str)
     await school.run()
     await opening
     assert school.scores == [(7, 7, STEPS)]
+
+
+@pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
+@pytest.mark.parametrize("every", [1, STEPS - 1, STEPS])
+@pytest.mark.parametrize("slow", ["generation", "training", "neither"])
+async def test_a_run_ends_whichever_side_is_slower_and_whenever_it_is_scored(
+    tmp_path: Path, mode: str, every: int, slow: str
+) -> None:
+    school = School(tmp_path, mode, every=every)
+    for member in school.crew.members:
+        member._delay = 0.01 if slow == "generation" else 0.0
+
+    async def linger() -> None:
+        await asyncio.sleep(0.03)
+
+    school.hooks = dict.fromkeys(range(STEPS), linger) if slow == "training" else {}
+    await school.run()
+    # The last version is the exported model, which is scored after the training.
+    assert [step for step, _, _ in school.scores] == list(range(every, STEPS, every))
+    assert all(step == version for step, version, _ in school.scores)
+    assert school.trainer.validation._task is None
 
 
 async def test_a_spare_engine_that_dies_costs_its_score_and_nothing_else(tmp_path: Path) -> None:

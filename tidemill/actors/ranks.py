@@ -20,6 +20,7 @@ from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
 from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
+from tidemill.store.checkpoint import Checkpoints, open_checkpoints, restored_folder, staging_folder
 from tidemill.store.lease import Claim, Fence
 from tidemill.store.locate import model_here
 from tidemill.store.object_store import ObjectStore
@@ -50,8 +51,7 @@ class RankActor:
 
     def __init__(self, config: RunConfig, model_path: str | None, rank: int, claim: Claim | None) -> None:
         self.config, self.model_path, self.rank, self.claim = config, model_path, rank, claim
-        self.staging = config.folder / f"staging-{rank}"  # not in /tmp: what a killed run leaves there is huge
-        self.restored = config.folder / "restored"
+        self.staging, self.restored = staging_folder(config, rank), restored_folder(config)
         self.publisher = WeightPublisher(weights_prefix(config.name), config.sync.full_every)
 
     def meeting_place(self) -> str:
@@ -73,7 +73,7 @@ class RankActor:
             self.config.trainer,
             self.config.algorithm,
             temperature=self.config.rollout.temperature,
-            steps_per_version=self.config.asynchrony.trigger_parameter_sync_step,
+            steps_per_version=self.config.updates_per_version,
             seed=self.config.seed,
             world=World(self.rank, self.config.trainer.ranks, init_method),
         )
@@ -135,7 +135,7 @@ class RankActor:
     def upload(self, version: int, state: Mapping[str, object]) -> str:
         """Commit the snapshot and remove it; returns the checkpoint's URI."""
         with self.checkpoints() as checkpoints:
-            uri: str = checkpoints.commit(version, self.staging, state)
+            uri = checkpoints.commit(version, self.staging, state)
         shutil.rmtree(self.staging)
         return uri
 
@@ -156,13 +156,10 @@ class RankActor:
         if self.rank:
             return None
         with self.checkpoints() as checkpoints:
-            uri: str = checkpoints.publish_model(version, folder)
-            return uri
+            return checkpoints.publish_model(version, folder)
 
-    def checkpoints(self) -> Any:
+    def checkpoints(self) -> AbstractContextManager[Checkpoints]:
         """The run's checkpoints, as a context manager."""
-        from tidemill.store.checkpoint import open_checkpoints
-
         return open_checkpoints(self.config, self.claim)
 
 

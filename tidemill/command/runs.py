@@ -68,6 +68,21 @@ def train(arguments: argparse.Namespace) -> int:
     return attend(pin_model(config), run_train, debug=arguments.debug)
 
 
+def refuse_run_of_this_machine(name: str) -> None:
+    """Say where to look instead, if a command for Kubernetes was given a run below runs/ that is on no cluster.
+
+    Raises:
+        ConfigError: it was.
+    """
+    from tidemill.run_file import load_config
+
+    folder = Path("runs") / name
+    settings = folder / "config.yaml"
+    if settings.is_file() and load_config(settings).cluster.provider != "kuberay":
+        fix = f"{folder} is one of this machine: its steps stand in {folder / 'events.jsonl'}, its log beside them."
+        raise ConfigError("RUN", name, "a run on Kubernetes", fix)
+
+
 def timeline(arguments: argparse.Namespace) -> int:
     """The picture of a run, or its trace."""
     from tidemill.observe.events import past_events

@@ -19,6 +19,7 @@ from tidemill.kuberay.cluster import (
 )
 from tidemill.kuberay.names import HEARTBEAT, RUN_LABEL, attempt_of, selector
 from tidemill.kuberay.state import JobState, Phase, assess
+from tidemill.observe.links import DASHBOARD, STOP
 
 SILENT_S = 300.0
 """A watcher that has said nothing for so long is worth a word."""
@@ -69,7 +70,7 @@ class RunStatus:
         if self.unwatched and self.silent_s is not None:
             minutes = f"{self.silent_s / 60:.0f} min"
             yield f"  nobody has watched it for {minutes}: `tidemill reap` deletes it after half an hour"
-        yield from (f"  {line}" for line in self.notes.get("links", "").splitlines())
+        yield from (f"  {link}" for link in self.links())
 
     def headline(self) -> Iterator[str]:
         """The parts of the first line."""
@@ -82,6 +83,12 @@ class RunStatus:
         yield f"{self.gpus} GPUs held"
         if self.notes.get("gpu_hours"):
             yield f"{self.notes['gpu_hours']} GPU hours"
+
+    def links(self) -> Iterator[str]:
+        """The places to look at, without those that an ended run does not have any more."""
+        gone = {STOP, *({DASHBOARD} if self.state is None else ())} if self.over else set()
+        lines = self.notes.get("links", "").splitlines()
+        return (line for line in lines if line.partition(": ")[0] not in gone)
 
     def progress(self) -> str:
         """Where it stands, in words."""

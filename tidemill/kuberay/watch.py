@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError, StoreError, TidemillError
+from tidemill.failure import OUTAGE_S
 from tidemill.kuberay import budget
-from tidemill.kuberay.attempts import Attempts
+from tidemill.kuberay.attempts import Attempts, ended_at
 from tidemill.kuberay.beginning import Beginning
 from tidemill.kuberay.board import FAILED, Board
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of
@@ -29,8 +30,6 @@ from tidemill.store.object_store import ObjectStore
 
 POLL_S = 5.0
 BEAT_S = 30.0
-OUTAGE_S = 900.0
-"""So long may API server or store be away before the watcher gives up; the run itself goes on meanwhile."""
 STOP_GRACE_S = 900.0
 """So long may a run take for step, checkpoint and export after it was told to stop for its budget."""
 
@@ -222,7 +221,7 @@ class Watcher:
         job = self.cluster.get(RAY_JOBS, job_name(self.config.name, visit.attempt.number))
         own = [pod for pod in pods if attempt_of(labels_of(pod)) == visit.attempt.number]
         state = assess(job, own, self.events(own), now)
-        self.meter.see(pods, self.config.kubernetes.gpu_resource, now)
+        self.meter.see(pods, self.config.kubernetes.gpu_resource, now, ended_at(job))
         due = now - visit.beaten >= BEAT_S
         if due and not state.over:
             self.beat(visit, state, now)

@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from tidemill.chatter import diverted
 from tidemill.cluster.processes import adopt_orphans
 from tidemill.config import RunConfig
 from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.launch import INTERRUPTED, clean_up
-from tidemill.local.outcome import program, say_full, say_interrupted, show, shown
+from tidemill.local.outcome import program, say, say_full, say_interrupted, say_started, show, shown
 from tidemill.local.run_folder import begin, exclusive
 from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
@@ -59,7 +58,7 @@ def attend(config: RunConfig, train: Train, *, debug: bool) -> int:
 def watched(config: RunConfig, train: Train, settings: Path, console: Console) -> int:
     """The training between its first and its last line on the screen; no process of it is left behind."""
     folder, again = shown(config.folder), f"{program()} train {shlex.quote(str(shown(settings)))}"
-    console.print(f"run {config.name}: everything about it stands in {folder}; Ctrl-C ends it", soft_wrap=True)
+    say_started(config, console)
     try:
         with interruptible():
             try:
@@ -71,7 +70,7 @@ def watched(config: RunConfig, train: Train, settings: Path, console: Console) -
         say_interrupted(again, console)
         return INTERRUPTED
     except Exception:
-        console.print(Text(f"log: {folder / 'log.txt'}"), soft_wrap=True)
+        say(f"log: {folder / 'log.txt'}", console)
         say_full(config, again, console)
         raise
     show(config, summary, console)

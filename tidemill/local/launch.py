@@ -26,7 +26,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import DataError
 from tidemill.failure import Failure
 from tidemill.local.interrupt import interruptible, undisturbed
-from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say_interrupted, shown
+from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say, say_interrupted, say_started
 from tidemill.local.run_folder import begin, exclusive, fresh, label
 from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
@@ -62,9 +62,7 @@ def launch(config: RunConfig, lock: int, console: Console) -> int:
     with scratch_folder() as scratch:
         settings = begin(config)
         adopt_orphans()
-        console.print(
-            f"run {config.name}: everything about it stands in {shown(config.folder)}; Ctrl-C ends it", soft_wrap=True
-        )
+        say_started(config, console)
         with interruptible():
             return supervise(config, settings, scratch, lock, console)
 
@@ -108,7 +106,7 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
         show_events(events, earlier, End(runner, config.folder), console)
         status = runner.returncode
     except KeyboardInterrupt:
-        console.print("stopping the run ...")
+        say("stopping the run ...", console)
         status = INTERRUPTED
     finally:
         with undisturbed():

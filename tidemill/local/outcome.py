@@ -65,9 +65,19 @@ def say_full(config: RunConfig, resume: str, console: Console) -> None:
         console.print(Text(text, style="bold red"), soft_wrap=True)
 
 
+def say_started(config: RunConfig, console: Console) -> None:
+    """Where to find what a run leaves behind."""
+    say(f"run {config.name}: everything about it stands in {shown(config.folder)}; Ctrl-C ends it", console)
+
+
 def say_interrupted(resume: str, console: Console) -> None:
     """How to go on after Ctrl-C."""
-    console.print(f"interrupted; `{resume}` goes on from the newest checkpoint", soft_wrap=True, markup=False)
+    say(f"interrupted; `{resume}` goes on from the newest checkpoint", console)
+
+
+def say(line: str, console: Console) -> None:
+    """A line as it is: nothing in it is markup or gets a colour, neither numbers nor the brackets of a path."""
+    console.print(Text(line), soft_wrap=True)
 
 
 def keep_ray_logs(scratch: Path, folder: Path, console: Console) -> None:
@@ -79,9 +89,9 @@ def keep_ray_logs(scratch: Path, folder: Path, console: Console) -> None:
         shutil.copytree(logs.resolve(), folder / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
     except shutil.Error as error:  # one entry a file
         files = error.args[0]
-        console.print(f"{len(files)} of Ray's logs could not be kept: {files[0][2]}", soft_wrap=True, markup=False)
+        say(f"{len(files)} of Ray's logs could not be kept: {files[0][2]}", console)
     except OSError as error:
-        console.print(f"Ray's logs could not be kept: {error}", soft_wrap=True, markup=False)
+        say(f"Ray's logs could not be kept: {error}", console)
 
 
 def show(config: RunConfig, summary: Summary, console: Console) -> None:

@@ -25,11 +25,13 @@ class Rule:
         kind: `mean` is weighted; `deviation` is that of everything together, from the deviations of the steps.
         by: the metric that is the weight, None where every step counts once.
         mean: for `deviation`, the metric with the means of the steps; None where they are 0.
+        everywhere: for a `mean`, a step that does not report it counts too, with 0; `by` is a sum then.
     """
 
     kind: Kind
     by: str | None = None
     mean: str | None = None
+    everywhere: bool = False
 
 
 SUM, LAST, MAX, MIN = Rule("sum"), Rule("last"), Rule("max"), Rule("min")
@@ -46,7 +48,7 @@ RULES: Mapping[str, Rule] = {
     "reward/std": Rule("deviation", by="groups/count", mean="reward/mean"),
     "reward/min": MIN,
     "reward/max": MAX,
-    "reward/PART/mean": PER_GROUP,
+    "reward/PART/mean": Rule("mean", by="groups/count", everywhere=True),
     "groups/count": SUM,
     "groups/zero_variance_ratio": PER_GROUP,
     "advantage/std": Rule("deviation", by="groups/count"),
@@ -57,7 +59,6 @@ RULES: Mapping[str, Rule] = {
     "response/length_min": MIN,
     "response/length_max": MAX,
     "response/truncated_ratio": PER_GROUP,
-    "response/aborted_ratio": PER_GROUP,
     "response/seconds_mean": PER_GROUP,
     "response/seconds_max": MAX,
     "prompt/length_mean": PER_GROUP,
@@ -122,7 +123,7 @@ RULES: Mapping[str, Rule] = {
     "rollout/updated_midway": SUM,
     "rollout/reward/mean": PER_GENERATED_GROUP,
     "rollout/reward/std_in_group": PER_GENERATED_GROUP,
-    "rollout/reward/PART": PER_GENERATED_GROUP,
+    "rollout/reward/PART": Rule("mean", by="rollout/generated_groups", everywhere=True),
     "rollout/response_length/mean": PER_GENERATED_GROUP,
     "rollout/truncated": PER_GENERATED_GROUP,
     "rollout/group_seconds/mean": PER_GENERATED_GROUP,
@@ -169,7 +170,8 @@ class Column:
 class MetricsAggregator:
     """Takes the metrics of one optimizer step after the other, and says what they are together.
 
-    A metric that only some steps report (evaluation, checkpoint) is taken over those steps.
+    A metric that only some steps report (evaluation, checkpoint) is taken over those steps, but for those that count
+    as 0 in the others.
     """
 
     def __init__(self) -> None:
@@ -205,10 +207,14 @@ class MetricsAggregator:
             case "min":
                 return column.smallest
             case "mean":
-                return column.total / column.weight
+                return column.total / self._weight(rule, column)
             case "deviation":
                 means = Column() if rule.mean is None else self._columns[rule.mean]
                 return deviation(column, means)
+
+    def _weight(self, rule: Rule, column: Column) -> float:
+        """Of the steps that a mean is over."""
+        return self._columns[rule.by].total if rule.everywhere and rule.by is not None else column.weight
 
 
 def deviation(deviations: Column, means: Column) -> float:

@@ -9,6 +9,8 @@ from tidemill.config import RunConfig
 from tidemill.kuberay.names import RUN_LABEL
 
 DASHBOARD_PORT = 8265
+DASHBOARD, STOP = "Ray dashboard", "End it"
+"""Rows of what only a cluster that is there shows, and of what only a run that goes on can be told."""
 
 
 def links(config: RunConfig, kfp_run: str) -> str:
@@ -43,7 +45,7 @@ def cluster_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
         "Progress and log",
         f"`tidemill status {config.name}`, `tidemill logs {config.name}`, or the log of step `train`",
     )
-    yield "Ray dashboard", pages.get("ray") or forward
+    yield DASHBOARD, pages.get("ray") or forward
     yield (
         "MLflow",
         f"{pages.get('mlflow') or forwarded(config.tracking.uri)}, experiment `{config.tracking.experiment}`",
@@ -51,7 +53,7 @@ def cluster_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "Registered model", f"`{config.registered_model}`, alias `{config.registry.alias}`"
     store = pages.get("store") or forwarded(config.store.endpoint)
     yield "Store", f"{store}, bucket `{config.store.bucket}`, `runs/{config.name}/`"
-    yield "End it", f"`tidemill stop {config.name}`: after a checkpoint"
+    yield STOP, f"`tidemill stop {config.name}`: after a checkpoint"
 
 
 def forwarded(address: str | None) -> str:

@@ -40,22 +40,24 @@ def group_metrics(groups: Sequence[Group], version: int, advantages: Sequence[Fl
 
 
 def reward_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Rewards over all rollouts; a part that some rollouts lack is averaged over those that have it."""
+    """Rewards over all rollouts; a part that a rollout lacks counts as 0, which is what it adds to the reward."""
     rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     flat = sum(len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups)
-    parts: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.reward_parts.items():
-            parts.setdefault(name, []).append(value)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
+        **{f"reward/{name}/mean": mean for name, mean in part_means(rollouts).items()},
         "groups/count": float(len(groups)),
         "groups/zero_variance_ratio": flat / len(groups),
     }
+
+
+def part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean of every part of the reward that any of these rollouts has, over all of them."""
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.reward_parts)
+    return {name: float(np.mean([rollout.reward_parts.get(name, 0.0) for rollout in rollouts])) for name in names}
 
 
 def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -69,7 +71,6 @@ def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
         "response/length_min": float(lengths.min()),
         "response/length_max": float(lengths.max()),
         "response/truncated_ratio": share(rollout.finish_reason == "length" for rollout in rollouts),
-        "response/aborted_ratio": share(rollout.finish_reason == "abort" for rollout in rollouts),
         "response/seconds_mean": float(seconds.mean()),
         "response/seconds_max": float(seconds.max()),
         "prompt/length_mean": float(prompts.mean()),

@@ -18,6 +18,7 @@ from tidemill.observe.excerpt import printable
 HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
 LINES_PER_HEADER = 20
 STEPS_AVERAGED = 10  # for the time left
+BAR_TEXT = 40  # characters beside the bar; with more of them nothing that moves would fit into eighty columns
 
 
 class Progress:
@@ -80,7 +81,7 @@ class Progress:
             text = f"{self.offset(failed.time):>9}  {failed.name} failed and is tried again: {printable(failed.error)}"
             self.line(Text(text, style="yellow"))
         self.line(Text(f"{self.offset(event.time):>9}  {event.name}"))
-        self.bar.update(self.task, description=event.name)
+        self.bar.update(self.task, description=short(event.name), left="")
 
     def step(self, event: StepFinished) -> None:
         """One line, under a header that comes back every 20 lines, and the bar."""
@@ -154,6 +155,11 @@ def number(metrics: Mapping[str, float], name: str, form: str) -> str:
 def percent(metrics: Mapping[str, float], name: str) -> str:
     """A ratio as a percentage, or "-"."""
     return f"{metrics[name]:.0%}" if name in metrics else "-"
+
+
+def short(name: str) -> str:
+    """A phase as it stands beside the bar."""
+    return name if len(name) <= BAR_TEXT else f"{name[: BAR_TEXT - 3].rstrip()}..."
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import shutil
@@ -20,6 +21,7 @@ from tidemill.errors import ConfigError, DataError, RunError
 from tidemill.rollout.prompts import take
 from tidemill.rollout.rewards import resolve
 from tidemill.rollout.sources import Row, load_rows
+from tidemill.sections import RewardConfig
 from tidemill.store.checkpoint import has_checkpoints
 from tidemill.store.locate import Locator
 from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
@@ -41,7 +43,7 @@ EXPORTED_BYTES_PER_WEIGHT = 2
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Read every prompt, find every reward function, and see that each has the answers it needs.
+    """Read every prompt, see that there are enough, and that each reward function can be called and has its answers.
 
     Raises:
         ConfigError, DataError, RewardError: naming the setting, the file and line, or the function.
@@ -49,11 +51,53 @@ def check_inputs(config: RunConfig) -> None:
     sources = {"data.train": config.data.train, "data.held_out": config.data.held_out}
     named = {key: source for key, source in sources.items() if source is not None}
     rows = {key: load_rows(source, config.data, key, Locator.of(config).fetch_file) for key, source in named.items()}
-    for reward in config.rewards:
-        resolve(reward.function)
+    check_amount(config, len(rows["data.train"]))
+    for place, reward in enumerate(config.rewards):
+        check_call(reward, f"rewards.{place}")
         if reward.function in NEED_ANSWERS:
             for key, found in rows.items():
                 check_answers(found, config.data.answer_key, f"{key} = {sources[key]}", reward.function)
+
+
+def check_amount(config: RunConfig, rows: int) -> None:
+    """Refuse prompts that are used up before one optimizer step has all of its groups.
+
+    Raises:
+        ConfigError: naming how many there are and how many a step takes.
+    """
+    epochs, needed = config.data.epochs, config.required_samples
+    if epochs is not None and epochs * rows < needed:
+        allowed = f"enough passes over {rows} prompts for one optimizer step of {needed} groups"
+        fix = "Raise it, leave it out, or lower trainer.ppo_mini_batch_size."
+        raise ConfigError("data.epochs", epochs, allowed, fix)
+
+
+def check_call(reward: RewardConfig, key: str) -> None:
+    """Refuse a reward function that does not take what it will be called with.
+
+    Args:
+        reward: the function and its options.
+        key: of the reward in the settings.
+
+    Raises:
+        RewardError: it cannot be found.
+        ConfigError: it lacks an argument of every reward function, or its options are not its arguments.
+    """
+    function = resolve(reward.function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # compiled code may not say what it takes
+    try:
+        signature.bind_partial("", prompt="", answer=None, extra={})
+    except TypeError as error:
+        allowed = "a function of (response, *, prompt, answer, extra) and of its options"
+        raise ConfigError(f"{key}.function", reward.function, allowed, f"Called so: {error}.") from error
+    try:
+        signature.bind("", prompt="", answer=None, extra={}, **reward.options)
+    except TypeError as error:
+        allowed = f"the keyword arguments of {reward.function} besides prompt, answer and extra"
+        raise ConfigError(f"{key}.options", reward.options, allowed, f"Called with them: {error}.") from error
 
 
 def check_answers(rows: Sequence[Row], answer_key: str, source: str, function: str) -> None:

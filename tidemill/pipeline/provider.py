@@ -14,6 +14,7 @@ from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
 from tidemill.pipeline.preflight import check_cluster, check_room, count_weights
 from tidemill.protocols import Evaluation
+from tidemill.store.checkpoint import clear_transit
 from tidemill.store.locate import Locator, locate_model
 
 
@@ -74,6 +75,7 @@ class MachineProvider:
     def teardown(self) -> None:
         """See `Provider.teardown`."""
         LocalCluster(self.config).teardown()
+        clear_transit(self.config)
 
 
 def provider_of(config: RunConfig) -> Provider:

@@ -20,10 +20,12 @@ import yaml
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, DataError
+from tidemill.observe.events import Notice
 from tidemill.pipeline.ends import begin
 from tidemill.pipeline.request import Request
 from tidemill.pipeline.steps import step
 from tidemill.run_file import parse_config
+from tidemill.store.mlflow_server import await_answer
 from tidemill.store.object_store import parse_uri
 from tidemill.store.registry import champion_version, last_prompts, note_prompts
 from tidemill.store.server import open_store
@@ -111,7 +113,8 @@ def remember(config: str, summary: str) -> None:
     """
     del summary
     run = parse_config(config)
-    with step("remember", run):
+    with step("remember", run) as log:
+        await_answer(run, lambda text: log.write(Notice(text)))
         name, last = name_of(run.data.train), last_prompts(run)
         if MERGED.search(run.data.train) is None or last is None or name > last:
             note_prompts(run, name)

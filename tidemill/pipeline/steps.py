@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError
-from tidemill.failure import recorded
+from tidemill.errors import ConfigError, TidemillError
+from tidemill.failure import Failure, recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, past_events
 from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
@@ -26,6 +26,7 @@ from tidemill.pipeline.provider import provider_of
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
+from tidemill.store.mlflow_server import await_answer
 
 LONGEST_SETTINGS = 32 << 10
 """Bytes of the settings as YAML, which all steps are given."""
@@ -35,7 +36,12 @@ STEPS = ("validate", "provision", "train", "evaluate", "register")
 
 @contextmanager
 def step(name: str, run: RunConfig) -> Iterator[EventLog]:
-    """Announce a step, and record why it fails."""
+    """Announce a step, and record why it fails.
+
+    Raises:
+        TidemillError: the try before this one failed in a way that no other can mend.
+    """
+    refuse_hopeless(name, run)
     with EventLog(run.folder / "events.jsonl") as log, recorded(name, run.folder):
         log.write(PhaseStarted(name))
         try:
@@ -43,6 +49,22 @@ def step(name: str, run: RunConfig) -> Iterator[EventLog]:
         except Exception as error:
             log.write(PhaseFailed(name, str(error) or type(error).__name__))
             raise
+
+
+def refuse_hopeless(name: str, run: RunConfig) -> None:
+    """Fail at once where the try before did so for good: KFP tries a step again whatever its error was.
+
+    Only what `validate` begins has such a record, and it begins without one, so that mended settings get their chance.
+    A pod finds none: there training has its verdict, see `kuberay.ending`, and what else fails for good does so soon.
+
+    Raises:
+        TidemillError: it did; in the words of that try.
+    """
+    if name == STEPS[0]:
+        return
+    failure = Failure.read(run.folder)
+    if failure is not None and failure.step == name and failure.expected and not failure.passing:
+        raise TidemillError(failure.message)
 
 
 def validate(config: str) -> str:
@@ -175,7 +197,8 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
     """
     run = parse_config(config)
     with step("register", run) as log:
-        final = with_times(registered(run, scored(Summary.from_json(summary), evaluation_from_json(evaluation))), run)
+        trained = scored(Summary.from_json(summary), evaluation_from_json(evaluation))
+        final = with_times(registered(run, trained, log), run)
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.why('model_version')}"))
         elif (why := not_promoted(run, final)) is not None:
@@ -232,8 +255,10 @@ def scored(summary: Summary, evaluation: Evaluation | None) -> Summary:
     return replace(summary, held_out_after=evaluation.score, samples=samples)
 
 
-def registered(run: RunConfig, summary: Summary) -> Summary:
-    """The summary with the new model version, or with the reason why there is none."""
+def registered(run: RunConfig, summary: Summary, log: EventLog) -> Summary:
+    """The summary with the new model version, or with the reason why there is none. A server that is away is waited
+    for: the training is over, and there is no other way into the registry.
+    """
     from tidemill.store.registry import gate
     from tidemill.store.registry import register as make_version
 
@@ -243,6 +268,7 @@ def registered(run: RunConfig, summary: Summary) -> Summary:
             passed, reason = False, summary.why(needed)
     if not passed:
         return replace(summary, missing={**summary.missing, "model_version": reason})
+    await_answer(run, lambda text: log.write(Notice(text)))
     tags = {} if summary.checkpoint_uri is None else {"checkpoint_uri": summary.checkpoint_uri}
     version = make_version(run, str(summary.model_uri), str(summary.mlflow_run_id), summary.held_out_after, tags)
     return replace(summary, model_version=f"{run.registered_model}/{version}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from tidemill.observe.metrics import part_means
 from tidemill.records import Group
 
 Clock = Callable[[], float]
@@ -108,8 +109,7 @@ class Tally:
             "truncated": float(np.mean([rollout.finish_reason == "length" for rollout in group.rollouts])),
             "group_seconds/mean": seconds,
         }
-        for name in group.rollouts[0].reward_parts:
-            means[f"reward/{name}"] = float(np.mean([rollout.reward_parts[name] for rollout in group.rollouts]))
+        means |= {f"reward/{name}": mean for name, mean in part_means(group.rollouts).items()}
         self._groups.append(means)
         self._counts["generated_groups"] += 1
         self._counts["generated_tokens"] += sum(lengths)
@@ -120,9 +120,12 @@ class Tally:
         self._counts[name] += amount
 
     def take(self) -> dict[str, float]:
-        """Everything since the last report: counts as they are, the rest as means over groups; starts anew."""
+        """Everything since the last report: counts as they are, the rest as means over groups; starts anew.
+
+        A part of the reward that a group lacks counts as 0.
+        """
         names = dict.fromkeys(name for means in self._groups for name in means)
-        report = {name: float(np.mean([means[name] for means in self._groups if name in means])) for name in names}
+        report = {name: float(np.mean([means.get(name, 0.0) for means in self._groups])) for name in names}
         report |= {name: float(self._counts[name]) for name in ("generated_groups", "generated_tokens", *self._counts)}
         self._groups, self._counts = [], Counter()
         return report

@@ -15,6 +15,7 @@ import json
 import logging
 import re
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +26,12 @@ from tidemill.errors import CheckpointError, StoreError
 from tidemill.store.commit import FORMAT, Manifest, Nowhere, check_same
 from tidemill.store.lease import Claim, Fence
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
+from tidemill.store.once import forget
 from tidemill.store.server import open_store, store_folder
 
 STATE = "state.json"
 MANIFEST = "manifest.json"
+STAGING = "staging-"
 VERSION_FOLDER = re.compile(r"^(\d{8,})/")
 
 log = logging.getLogger(__name__)
@@ -260,6 +263,23 @@ def has_checkpoints(config: RunConfig) -> bool:
         return False
     with open_checkpoints(config) as checkpoints:
         return bool(checkpoints.versions())
+
+
+def restored_folder(config: RunConfig) -> Path:
+    """Where the trainers of a pod find the checkpoint that they go on from, while they load it; see `once`."""
+    return config.folder / "restored"
+
+
+def staging_folder(config: RunConfig, rank: int) -> Path:
+    """Where a trainer rank writes a checkpoint before it is uploaded; not in /tmp, because it is huge."""
+    return config.folder / f"{STAGING}{rank}"
+
+
+def clear_transit(config: RunConfig) -> None:
+    """Remove what trainers that failed or were killed leave of checkpoints on their way, to the store or from it."""
+    forget(restored_folder(config))
+    for folder in config.folder.glob(f"{STAGING}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def encode_state(state: Mapping[str, object]) -> bytes:

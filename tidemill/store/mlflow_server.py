@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, StoreError
+from tidemill.failure import OUTAGE_S
 
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -16,6 +19,10 @@ ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 """MLflow's own settings, where the user has not chosen: by default a dead server blocks a call for minutes."""
+
+SERVERS = ("http://", "https://", "databricks")
+"""How the address of a server begins; anything else is a file."""
+POLL_S = 5.0
 
 
 def tracking_uri(config: RunConfig) -> str:
@@ -43,6 +50,42 @@ def make_client(uri: str) -> Any:
         raise ConfigError("tracking.uri", uri, "an MLflow tracking URI that works from here", f"{error}") from error
 
 
+def await_answer(config: RunConfig, tell: Callable[[str], None], patience_s: float = OUTAGE_S) -> None:
+    """Wait while the server is away, for what a step cannot do without it.
+
+    Args:
+        config: names the server; a file is always there.
+        tell: is told, once, that there is something to wait for.
+        patience_s: how long it may be away, in seconds.
+
+    Raises:
+        StoreError: it is away for longer.
+        ConfigError: `tracking.uri` does not work.
+    """
+    uri = tracking_uri(config)
+    if not uri.startswith(SERVERS):
+        return
+    client, deadline, told = make_client(uri), time.monotonic() + patience_s, False
+    while (problem := silence(client)) is not None:
+        if time.monotonic() > deadline:
+            raise StoreError(f"MLflow at {uri} does not answer, for {patience_s:.0f} s now: {problem}")
+        if not told:
+            tell(f"MLflow at {uri} does not answer; this waits for it, for {patience_s:.0f} s at most: {problem}")
+            told = True
+        time.sleep(POLL_S)
+
+
+def silence(client: Any) -> str | None:
+    """Why a server cannot be asked for anything now; None if it answers, and be it that it refuses us."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.search_experiments(max_results=1)
+    except MlflowException as error:
+        return str(error) if error.get_http_status_code() >= 500 else None
+    return None
+
+
 def open_experiment(client: Any, config: RunConfig) -> str:
     """Id of the experiment, which is made if it does not exist."""
     from mlflow.exceptions import MlflowException
@@ -51,7 +94,7 @@ def open_experiment(client: Any, config: RunConfig) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         # A server chooses its own place; without one MLflow would take a folder of the working directory.
-        server = tracking_uri(config).startswith(("http://", "https://", "databricks"))
+        server = tracking_uri(config).startswith(SERVERS)
         location = None if server else (config.output.resolve() / "mlartifacts").as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=location))

@@ -12,19 +12,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 from urllib.parse import urlsplit
 
 import urllib3
 from minio import Minio
 from minio.deleteobjects import DeleteObject
 from minio.error import MinioException, S3Error
-from urllib3.exceptions import HTTPError, MaxRetryError
+from urllib3 import BaseHTTPResponse
+from urllib3.connectionpool import ConnectionPool
+from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
 
 from tidemill.errors import ConfigError, StoreError, StoreRefusedError
 
 PART_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10  # with 1 MiB the allocator returns every chunk to the system, which costs twice the time
+READ_TIMEOUT_S = 60.0  # of silence; a server that is busy joining parts says nothing for a while
 ATTEMPTS = 4  # of a download that breaks off; each goes on where the last one stopped
 ACCESS_KEY, SECRET_KEY = "TIDEMILL_S3_ACCESS_KEY", "TIDEMILL_S3_SECRET_KEY"
 REFUSED = frozenset({"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecretKey"})
@@ -46,6 +50,30 @@ class ListedObject:
 
     key: str
     nbytes: int
+
+
+class Patience(urllib3.Retry):
+    """How often a request is tried: one that fails at once, as while a server starts, so often that this outlasts a
+    restart; one that nobody answers counts for three, so that a server that hangs is told of before the deadlines of
+    those who wait for it, such as `sync.timeout_s`.
+    """
+
+    SILENCE = 3
+
+    def increment(
+        self,
+        method: str | None = None,
+        url: str | None = None,
+        response: BaseHTTPResponse | None = None,
+        error: Exception | None = None,
+        _pool: ConnectionPool | None = None,
+        _stacktrace: TracebackType | None = None,
+    ) -> Self:
+        """The patience that is left after a try; see `urllib3.Retry.increment`."""
+        left = super().increment(method, url, response, error, _pool, _stacktrace)
+        if isinstance(error, ReadTimeoutError) and left.total is not None:
+            left.total = max(0, left.total - (self.SILENCE - 1))
+        return left
 
 
 class HashingReader:
@@ -240,15 +268,17 @@ def advice(error: S3Error) -> str:
 
 
 def make_client(endpoint_url: str, access_key: str, secret_key: str, *, patient: bool) -> Any:
-    """A client whose waits are bounded: about 10 s, or when `patient` long enough to outlast a server's restart."""
+    """A client whose waits are bounded: about 10 s, or when `patient` long enough to outlast a server's restart, a
+    minute, and three minutes where a server takes requests and does not answer.
+    """
     secure, host = parse_endpoint(endpoint_url)
     # A starting MinIO asks to come back in a minute, and its word for an error is worth more than the retry's.
-    retries = urllib3.Retry(6, backoff_factor=0.5, respect_retry_after_header=False, raise_on_status=False)
+    retries = Patience(6, backoff_factor=0.5, respect_retry_after_header=False, raise_on_status=False)
     if patient:
         retries.status_forcelist = {500, 502, 503, 504}
     else:
         retries.total = 1
-    timeout = urllib3.Timeout(connect=4, read=120 if patient else 5)
+    timeout = urllib3.Timeout(connect=4, read=READ_TIMEOUT_S if patient else 5)
     pool = urllib3.PoolManager(maxsize=16, timeout=timeout, retries=retries, ca_certs=os.environ.get("SSL_CERT_FILE"))
     return Minio(endpoint=host, access_key=access_key, secret_key=secret_key, secure=secure, http_client=pool)
 
