@@ -15,6 +15,7 @@ from tidemill.failure import Failure
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.board import Board
+from tidemill.kuberay.cluster import RAY_JOBS
 from tidemill.kuberay.fake import FakeClock, FakeCluster, FakeOperator
 from tidemill.kuberay.mirror import Screen
 from tidemill.kuberay.owner import Owner
@@ -116,3 +117,27 @@ class Rig:
         return [
             name for name in self.cluster.made if name.startswith(f"{self.config.name}-a") and "-cluster" not in name
         ]
+
+
+def with_kubernetes(rig: Rig, **settings: Any) -> None:
+    kubernetes = rig.config.kubernetes.model_copy(update=settings)
+    rig.config = rig.config.model_copy(update={"kubernetes": kubernetes})
+
+
+class Killed(BaseException):
+    """The watcher's pod is deleted."""
+
+
+def killed() -> None:
+    raise Killed
+
+
+def holds_on(rig: Rig, after: float, until: float) -> None:
+    """The pods of attempt 1 take until then to end, once it is deleted."""
+    rig.clock.after(after, lambda: rig.operator.job(rig.job())["metadata"].update(finalizers=["ray.io/rayjob"]))
+
+    def finalize() -> None:
+        del rig.operator.job(rig.job())["metadata"]["finalizers"]
+        rig.cluster.delete(RAY_JOBS, rig.job())
+
+    rig.clock.after(until, finalize)
