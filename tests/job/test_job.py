@@ -248,7 +248,7 @@ def test_process_leaves_its_traceback_in_the_log_and_one_message_on_the_screen(
     variables = {"TIDEMILL_CONFIG": settings(store), "TIDEMILL_ATTEMPT": "1", "TIDEMILL_SCRATCH": str(tmp_path)}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | variables
     command = [sys.executable, "-m", "tidemill.job"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == HOPELESS, done.stderr
     assert "train failed: cluster.provider = 'kuberay'" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
@@ -270,7 +270,7 @@ def test_status_tells_whether_another_attempt_would_end_the_same_where_the_store
     variables = {"TIDEMILL_CONFIG": settings(store), "TIDEMILL_ATTEMPT": "2", "TIDEMILL_SCRATCH": str(tmp_path)}
     environment = os.environ | variables | {variable: value}
     command = [sys.executable, "-m", "tidemill.job"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (status, "")
     assert told in done.stderr
     assert "Traceback" not in done.stderr

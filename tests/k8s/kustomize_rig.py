@@ -116,7 +116,7 @@ def composed(components: Sequence[str], namespace: str = "tidemill") -> list[Map
 def rendered(folder: Path) -> list[Mapping[str, Any]]:
     """What `kubectl apply -k` would send."""
     done = subprocess.run(
-        [kubectl(), "kustomize", str(folder)], check=False, capture_output=True, text=True, timeout=60
+        [kubectl(), "kustomize", str(folder)], check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))

@@ -24,7 +24,7 @@ def run(command: list[str], env: Mapping[str, str], programs: Path) -> subproces
         (programs / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         (programs / name).chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
-    return subprocess.run(command, env={"PATH": path, **env}, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env={"PATH": path, **env}, capture_output=True, text=True, timeout=300, check=False)
 
 
 def minio() -> list[str]:

@@ -21,7 +21,7 @@ from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 600
+TIMEOUT_S = 1100
 STAND_INS = '''
 import os, sys, types
 from pathlib import Path

@@ -69,7 +69,7 @@ def attended(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
     for name in ("addition_train.jsonl", "addition_held_out.jsonl"):
         (folder / name).write_text(EXAMPLE.with_name(name).read_text())
     command = [sys.executable, "-c", SCRIPT, "runs", end]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_training_shows_its_steps_and_leaves_what_a_run_leaves(tmp_path: Path) -> None:

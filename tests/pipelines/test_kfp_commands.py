@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_command_of_the_documentation_is_taken(command: str, server: Kfp, folder: Path) -> None:
     variables = f"KFP={server.endpoint} PIPELINE=p0 VERSION=v0"
     script = f"{variables}; {command.replace('kfp', str(KFP), 1)}"
-    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -57,6 +57,6 @@ def test_what_they_send_is_what_the_documentation_says(server: Kfp) -> None:
 def test_run_file_in_one_line_says_the_same_in_the_form(folder: Path) -> None:
     [command] = re.findall(r"`(python3 -c .*? < run\.yaml)`", (ROOT / "docs/kfp.md").read_text(encoding="utf-8"))
     script = command.replace("python3", sys.executable, 1)
-    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=300, check=True)
     [line] = done.stdout.splitlines()
     assert Request(line).settings() == Request((folder / "run.yaml").read_text()).settings()

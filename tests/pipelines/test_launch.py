@@ -38,7 +38,7 @@ from tidemill.store.checkpoint import open_checkpoints
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/addition.yaml"
-TIMEOUT_S = 90
+TIMEOUT_S = 300
 SLOW_REWARD = """
 import time
 open("imported", "w").close()

@@ -72,7 +72,7 @@ def test_existing_cluster_needs_its_address(addition: RunConfig, monkeypatch: py
 def test_ray_ends_with_the_session_also_after_an_error() -> None:
     example = Path(__file__).parents[2] / "examples/addition.yaml"
     command = [sys.executable, "-c", SESSION, str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split("\n")[:2] == ["True", "True []"]
 
 

@@ -43,7 +43,7 @@ def test_what_was_brought_half_is_brought_again(tmp_path: Path) -> None:
         "import os, sys; from pathlib import Path; from tidemill.store.once import bring_once\n"
         "bring_once(Path(sys.argv[1]), '4', lambda: (Path(sys.argv[1]).mkdir(), os._exit(9)))"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False, timeout=60).returncode == 9
+    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False, timeout=300).returncode == 9
     assert folder.is_dir()
     assert bring_once(folder, "4", lambda: "whole") == "whole"
 

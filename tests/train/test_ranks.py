@@ -24,7 +24,7 @@ from tidemill.train.policy import PolicyRank
 from tidemill.train.tensor_file import write_tensors
 from tidemill.train.world import World
 
-DEADLINE_S = 180
+DEADLINE_S = 500
 STEPS = 3
 TOKENS = np.arange(3, 12, dtype=np.int32)
 DECOUPLED = AlgorithmConfig(old_log_prob="decoupled", behaviour_cap=1.5)
