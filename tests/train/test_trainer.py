@@ -131,6 +131,24 @@ async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
         trainer.check_age([await one_group(rig.config)])
 
 
+@pytest.mark.parametrize(("kl_coef", "rows"), [(0.0, 0), (0.5, 1)])
+async def test_groups_that_teach_nothing_are_packed_only_for_a_kl_penalty(kl_coef: float, rows: int) -> None:
+    trainer = make_trainer(rig := Rig(run_config(algorithm={"kl_coef": kl_coef})))
+    assert len(trainer.pack([await one_group(rig.config)], [np.zeros(2, np.float32)])) == rows
+
+
+async def test_versions_are_committed_as_often_as_asked_and_the_last_one_is_left_to_the_end_of_the_run() -> None:
+    config = run_config(trainer={"steps": 6}, checkpoint={"every": 2})
+    trainer, committed = make_trainer(rig := Rig(config)), list[tuple[int, int]]()
+
+    async def commit(position: Position) -> None:
+        committed.append((position.version, rig.ledger.trained_count))
+
+    trainer.commit = commit
+    await fit(trainer, rig)
+    assert committed == [(2, 8), (4, 16)]
+
+
 def test_the_largest_age_is_that_of_the_oldest_token_of_all_steps() -> None:
     trainer = make_trainer(Rig(), Position(version=5))
     for spans in ((VersionSpan(3, 0, 1), VersionSpan(5, 1, 2)), (VersionSpan(4, 0, 2),)):
