@@ -376,6 +376,23 @@ async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> N
     assert [await engine.version() for engine in (early, late)] == [7, 7]
 
 
+async def test_an_engine_that_has_left_gets_no_version_any_more(tmp_path: Path) -> None:
+    stays, leaves = FakeEngine(), FakeEngine()
+    publisher = synchronizer(tmp_path, stays, leaves)
+    await publisher.publish(1, "keep")
+    publisher.leave("engine 1")
+    await publisher.publish(2, "keep")
+    assert [await engine.version() for engine in (stays, leaves)] == [2, 1]
+    publisher.leave("engine 1")  # it has left already
+
+
+async def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm" / "v9.safetensors").write_bytes(b"old weights")
+    await synchronizer(tmp_path, FakeEngine()).publish(1, "keep")
+    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["v1.safetensors"]
+
+
 async def test_close_frees_the_memory(tmp_path: Path) -> None:
     publisher = synchronizer(tmp_path, FakeEngine())
     await publisher.publish(1, "keep")
