@@ -271,15 +271,15 @@ async def test_after_an_abort_every_token_has_the_log_prob_of_the_version_that_s
     raise AssertionError("no sample was cut")
 
 
-def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
+async def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
     assert fresh.left_over == set()
 
 
-def test_shutdown_is_no_failure_in_the_log(fresh: Fresh) -> None:
+async def test_shutdown_is_no_failure_in_the_log(fresh: Fresh) -> None:
     assert fresh.complaints == []
 
 
-def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:
+async def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:
     assert "the engine is not running" in str(fresh.after)
 
 
