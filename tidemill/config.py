@@ -66,13 +66,18 @@ class RunConfig(Section):
 
     @property
     def required_samples(self) -> int:
-        """Groups that one optimizer step consumes."""
+        """Groups that one step of the trainer takes."""
         return self.trainer.ppo_mini_batch_size * self.asynchrony.require_batches
 
     @property
     def groups_per_version(self) -> int:
         """Groups consumed between two weight syncs."""
         return self.required_samples * self.asynchrony.trigger_parameter_sync_step
+
+    @property
+    def updates_per_version(self) -> int:
+        """Optimizer steps between two weight syncs: one with every mini-batch."""
+        return self.asynchrony.require_batches * self.asynchrony.trigger_parameter_sync_step
 
     @property
     def queue_capacity(self) -> int:
@@ -133,7 +138,7 @@ def with_steps(tree: dict[str, Any]) -> dict[str, Any]:
     """The settings as they were read, with `trainer.steps` where it follows from `rollout.total_rollout_steps`.
 
     Raises:
-        ConfigError: so few groups fill no optimizer step.
+        ConfigError: so few groups fill no step of the trainer.
     """
     rollout, trainer, asynchrony = (tree.get(name) or {} for name in ("rollout", "trainer", "asynchrony"))
     if not all(isinstance(section, dict) for section in (rollout, trainer, asynchrony)):
@@ -167,7 +172,7 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "queue.capacity",
             capacity,
-            f"at least the {needed} groups that one optimizer step waits for",
+            f"at least the {needed} groups that one step of the trainer waits for",
             "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches.",
         )
     if total is not None and total < needed:
@@ -182,11 +187,11 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def too_few_rollouts(total: int, needed: int) -> ConfigError:
-    """So few groups fill no optimizer step."""
+    """So few groups fill no step of the trainer."""
     return ConfigError(
         "rollout.total_rollout_steps",
         total,
-        f"at least the {needed} groups of one optimizer step",
+        f"at least the {needed} groups of one step of the trainer",
         "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches.",
     )
 
@@ -293,7 +298,7 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
         ("store.endpoint", config.store.endpoint, "the http(s)://host:port of an S3 server"),
         ("tracking.uri", config.tracking.uri, "the address of an MLflow server"),
     ):
-        if value in ("shared_memory", "embedded", None) or str(value).startswith(("sqlite:", "file:")):
+        if value in ("shared_memory", "embedded", None) or (key == "tracking.uri" and is_file(str(value))):
             yield ConfigError(key, value, f"{allowed} with cluster.provider = kuberay", apart)
     if config.kubernetes.image.endswith(":latest"):
         fix = "Whatever stands behind latest may change between two pods of a run. Name a version."
@@ -306,6 +311,12 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError("kubernetes.max_engines", most, "null with kubernetes.queue", fix)
     if config.trainer.ranks > RANKS_PER_POD and config.trainer.ranks % RANKS_PER_POD:
         yield ConfigError("trainer.ranks", config.trainer.ranks, "up to 8, or a multiple of 8", "A pod holds 8 ranks.")
+
+
+def is_file(tracking: str) -> bool:
+    """Whether MLflow would write to a file or folder at this address, of which every pod has its own."""
+    scheme, colon, _ = tracking.lower().partition(":")
+    return scheme == "file" or scheme.startswith("sqlite") or not (colon or scheme == "databricks")
 
 
 def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:

@@ -131,14 +131,16 @@ class AsynchronyConfig(Section):
     max_staleness: Count = 1
     """Hard bound on the age of any trained token, in policy versions; 0 is synchronous training."""
     staleness_threshold: NonNegative | None = None
-    """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained (verl)."""
+    """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained, rounded down
+    (verl). One that adds no whole group is the same as 0: nothing runs ahead."""
     staleness_strategy: Literal["pace", "drop", "wait"] = "pace"
     """What keeps the bound: pace starts only what can be trained in time and cancels the few that are overtaken, drop
     starts what engines and queue hold and replaces what became too old, wait lets the trainer wait for the oldest."""
     trigger_parameter_sync_step: Positive = 1
-    """Optimizer steps between two weight syncs."""
+    """Steps of the trainer between two weight syncs."""
     require_batches: Positive = 1
-    """Mini-batches of `trainer.ppo_mini_batch_size` groups that one optimizer step waits for."""
+    """Mini-batches of `trainer.ppo_mini_batch_size` groups that a step of the trainer takes at once; it makes an
+    optimizer step with each of them, in the order in which the groups came."""
     partial_rollout: bool | None = None
     """What a weight sync does to groups in flight: true interrupts them, and the new version goes on from the tokens
     so far within the same budget; false lets them finish under the old version first. Null is false where
@@ -187,9 +189,10 @@ class TrainerConfig(Section):
     """The optimizer and its steps."""
 
     steps: Positive
-    """Optimizer steps of the whole run; may be left out where `rollout.total_rollout_steps` is given."""
+    """Steps of the whole run, each of `asynchrony.require_batches` optimizer steps; may be left out where
+    `rollout.total_rollout_steps` is given."""
     ppo_mini_batch_size: Positive = 16
-    """Groups (prompts) per mini-batch."""
+    """Groups (prompts) per mini-batch, that is per optimizer step."""
     ranks: Positive = 1
     """Trainer processes. Several share out the rows of a step, and each keeps its part of every parameter (FSDP)."""
     micro_batch_tokens: Positive = 4096

@@ -60,15 +60,17 @@ async def plain_loop(config: RunConfig, rank: PolicyRank) -> list[tuple[float, .
     rig, engine, count, reports = Rig(config), FakeEngine(**STUB), config.required_samples, []
     for step in range(config.trainer.steps):
         groups = [await sample(rig, engine, uid) for uid in range(step * count, (step + 1) * count)]
-        rows = [
-            row
-            for group in groups
-            for row in pack_group(group, grpo_advantages(group.rewards, True), config.trainer.micro_batch_tokens)
-        ]
-        batches = micro_batches(rows, config.trainer.micro_batch_tokens, 1)[0]
-        reports.append(numbers(rank.update(batches, step_denominator(groups, "token"))))
+        size = config.trainer.ppo_mini_batch_size
+        for start in range(0, count, size):
+            reports.append(numbers(learn(rank, groups[start : start + size], config.trainer.micro_batch_tokens, step)))
         await engine.update_weights(WeightUpdate(step + 1, "", 0), "keep")
     return reports
+
+
+def learn(rank: PolicyRank, groups: list[Group], tokens: int, version: int) -> dict[str, float]:
+    """One optimizer step."""
+    rows = [row for group in groups for row in pack_group(group, grpo_advantages(group.rewards, True), tokens)]
+    return rank.update(micro_batches(rows, tokens, 1)[0], step_denominator(groups, "token"), version)
 
 
 def same_parameters(left: PolicyRank, right: PolicyRank) -> bool:
@@ -88,6 +90,25 @@ async def test_on_policy_has_the_losses_of_a_plain_synchronous_loop_bit_for_bit(
     assert len({report[0] for report in expected}) == STEPS  # there was something to learn
     assert same_parameters(ours, by_hand)
     assert loop.position.max_age == 0
+
+
+@pytest.mark.parametrize("old", ["rollout", "version_start"])
+async def test_a_step_of_several_mini_batches_makes_an_optimizer_step_with_each(old: str, ascii_llama: Path) -> None:
+    config = run_config(
+        asynchrony={"max_staleness": 0, "require_batches": 3},
+        rollout={"group_size": 4},
+        trainer={"steps": 2, "ppo_mini_batch_size": 2},
+        algorithm={"old_log_prob": old},
+    )
+    by_hand, ours = (make_rank(ascii_llama, config.algorithm, steps_per_version=3) for _ in range(2))
+    expected = await plain_loop(config, by_hand)
+    loop = Loop(Rig(config, engines=[FakeEngine(**STUB)]), InProcess(ours))
+    await loop.fit()
+    assert (loop.position.step, loop.position.version, ours.updates, len(expected)) == (2, 2, 6, 6)
+    assert same_parameters(ours, by_hand)
+    losses = [sum(report[0] for report in expected[step : step + 3]) / 3 for step in (0, 3)]
+    assert [metrics["loss/policy"] for metrics in loop.metrics] == pytest.approx(losses)
+    assert loop.metrics[0]["groups/count"] == config.required_samples == 6
 
 
 class PowerCut(Exception):

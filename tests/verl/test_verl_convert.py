@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tidemill.cli import main
 from tidemill.config import RunConfig, fields
 from tidemill.errors import ConfigError
 from tidemill.run_file import parse_config
 from tidemill.verl.convert import convert
-from tidemill.verl.rules import DEFAULTS, PREFIXES, RULES, Becomes, LeftOut, Only, Part, rule_of
+from tidemill.verl.rules import DEFAULTS, PREFIXES, RULES, Becomes, LeftOut, Never, Only, Part, rule_of
 
 SCRIPT = Path(__file__).with_name("math_7b_async.sh")
 PAGE = Path(__file__).parents[2] / "docs/from_verl.md"
@@ -89,12 +91,21 @@ def test_the_modes_of_verl_are_ours(threshold: str, partial: str, mode: str) -> 
         ("actor_rollout_ref.actor.use_rollout_log_probs=False", "bypass_mode=False"),
         ("algorithm.filter_groups.enable=True", "only False"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "takes length into account"),
-        ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "not known"),
-        ("trainer.total_epochs=$(nproc)", "only the shell could tell"),
+        ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "own config.json"),
+        ("trainer.total_epochs=$(nproc)", "only running the script could tell"),
         ("trainer.nnodes=many", "only a number"),
         ("async_training.partial_rollout=1", "only True or False"),
         ("async_training.staleness_threshold=-0.5", "only a number from 0 on"),
         ("async_training.nonsense=1", "not known"),
+        ("model_engine=megatron", "only dp"),
+        ("trainer.v1.sampler.max_off_policy_threshold=4", "V1 trainer"),
+        ("actor_rollout_ref.actor.megatron.param_offload=True", "data-parallel"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "are float32"),
+        ("actor_rollout_ref.rollout.data_parallel_size=2", "tensor-parallel only"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "a divisor of the 8 GPUs"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=null", "only a number from 0 on"),
+        ("trainer.experiment_name=\\${trainer.project_name}_1", "only running the script could tell"),
+        ("async_training.staleness_threshold=inf", "only a number from 0 on"),
         ("data.train_files=['a.parquet','b.parquet']", "only one file"),
     ],
 )
@@ -131,13 +142,67 @@ def test_the_earlier_name_of_computed_log_probs_is_understood() -> None:
     assert config("async_training.compute_prox_log_prob=True").algorithm.old_log_prob == "version_start"
 
 
+def test_a_step_of_several_mini_batches_has_as_many_optimizer_steps_as_in_verl() -> None:
+    """verl, too, takes 4 * 32 groups at once, makes 4 optimizer steps of 32, and then moves its learning rate on."""
+    run = config(
+        "async_training.require_batches=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "async_training.trigger_parameter_sync_step=2",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+    )
+    assert (run.trainer.steps, run.required_samples, run.updates_per_version) == (8, 128, 8)
+    assert run.trainer.warmup_steps == 40
+    assert config("actor_rollout_ref.actor.optim.lr_warmup_steps=-1").trainer.warmup_steps == 0
+
+
+def test_a_group_is_as_large_as_verl_makes_it() -> None:
+    assert config("actor_rollout_ref.rollout.n=16", "rollout.n=4").rollout.group_size == 16
+    message = refusal("~actor_rollout_ref.rollout.n", "rollout.n=4")
+    assert "actor_rollout_ref.rollout.n = 1 (verl's default): only a number from 2 on" in message
+
+
+def test_the_data_is_read_as_often_as_in_verl() -> None:
+    assert config().data.epochs == 30
+    assert config("rollout.total_epochs=10").data.epochs == config("trainer.total_epochs=10").data.epochs == 10
+    assert "data.epochs = 5" in refusal("trainer.total_epochs=5", "rollout.total_epochs=10")
+
+
+@pytest.mark.parametrize("place", ["reward_model", "reward"])
+def test_rewards_are_read_where_earlier_and_later_versions_of_verl_have_them(place: str) -> None:
+    overlong = f"{place}.reward_kwargs.overlong_buffer_cfg"
+    assert config(f"{overlong}.enable=False", f"{overlong}.len=4096").rewards[0].function == "math_verify"
+    message = refusal(f"{overlong}.enable=True", "custom_reward_function.path=a.py")
+    assert f"{overlong}.enable = True: only False" in message
+    assert "custom_reward_function.path = a.py: only None" in message
+
+
+@given(
+    key=st.sampled_from([*RULES, *(f"{prefix}x" for prefix in PREFIXES), "a.b"]),
+    value=st.one_of(
+        st.sampled_from(["", "null", "nan", "inf", "True", "[1]", "{a: 1}", "[a", "*a", "2024-13-45", "${a.b}", "-1"]),
+        st.text(max_size=8),
+    ),
+)
+def test_any_value_is_taken_over_listed_or_refused(key: str, value: str) -> None:
+    try:
+        printed = convert(SMALL, [f"{key}={value}"], {})
+    except ConfigError:
+        return
+    assert parse_config(printed)
+
+
 def test_two_settings_that_contradict_each_other_are_refused() -> None:
     assert "evaluation.every = 5" in refusal("trainer.test_freq=5", "rollout.test_freq=6", "data.val_files=b.parquet")
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.train_files"])
-def test_what_verl_only_defaults_to_a_path_of_its_own_must_be_given(key: str) -> None:
-    assert f"{key}: not given" in refusal(f"~{key}")
+@pytest.mark.parametrize("how", ["~{}", "{}=null"])
+def test_what_verl_only_defaults_to_a_path_of_its_own_must_be_given(key: str, how: str) -> None:
+    assert f"{key}: not given" in refusal(how.format(key))
+
+
+def test_a_run_has_an_end() -> None:
+    assert "rollout.total_rollout_steps: needed as a number" in refusal("rollout.total_rollout_steps=null")
 
 
 def test_gpus_for_rollout_must_share_out_to_whole_engines() -> None:
@@ -156,7 +221,7 @@ def test_every_rule_stands_on_the_page() -> None:
     missing = [key for key in [*RULES, *PREFIXES] if f"`{key}`" not in page and f"`{key}*`" not in page]
     assert missing == []
     assert [key for key in DEFAULTS if rule_of(key) is None] == []
-    assert all(isinstance(rule, LeftOut | Only | Becomes | Part) for rule in RULES.values())
+    assert all(isinstance(rule, LeftOut | Only | Becomes | Never | Part) for rule in RULES.values())
 
 
 def test_the_command_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:

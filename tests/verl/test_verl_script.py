@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -37,12 +38,26 @@ def value(line: str, before: str = "", **environment: str) -> Text:
         ("", "['console','tensorboard']", "[console,tensorboard]"),
         ("", "\"['console']\"", "['console']"),
         ("x=1\nif true; then echo; fi\nx=2", "$x", "2"),
+        ("x=${x:-'a b'}", '"$x"', "a b"),
+        ("x=${x:-~/m}", "$x", "/home/me/m"),
+        ("x=~/m", "$x", "/home/me/m"),
+        ("", '"~/m"', "~/m"),
+        (": ${x:=5}", "$x", "5"),
+        ("x=1; y=${x:?is needed}", "$y", "1"),
+        ("x=a; x+=b", "$x", "ab"),
+        ("", "$((${x:-2} * 3))", "6"),
+        ("", "${1:-vllm}", "vllm"),
+        ("", '"a\\nb\\$c"', "a\\nb$c"),
+        ("cat > note <<'END'\nit isn't x=3\nEND\nx=4", "$x", "4"),
+        ("x=1\ntrue &&\n  echo; x=2", "$x", "2"),
     ],
 )
-def test_values_are_what_the_shell_makes_of_them(before: str, line: str, expected: str) -> None:
+def test_values_are_what_the_shell_makes_of_them(before: str, line: str, expected: str, tmp_path: Path) -> None:
     assert value(line, before, HOME="/home/me") == expected
     shell = f"{before}\nprintf %s a.b={line}"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, env={"HOME": "/home/me"})
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, check=True, env={"HOME": "/home/me"}, cwd=tmp_path
+    )
     assert done.stdout.split("\n")[-1] == f"a.b={expected}"
 
 
@@ -59,6 +74,10 @@ def test_values_are_what_the_shell_makes_of_them(before: str, line: str, expecte
         ("", "$((n + 1))"),
         ("", "$((1 << 4))"),
         ("", "$?"),
+        ("x=1\ntrue && x=2", "$x"),
+        ("x=1\nfalse ||\n  x=2", "$x"),
+        ("", "${x:?is needed}"),
+        ("x=$(nproc); x+=1", "$x"),
     ],
 )
 def test_what_only_the_shell_could_tell_is_unknown(before: str, line: str) -> None:
@@ -68,6 +87,38 @@ def test_what_only_the_shell_could_tell_is_unknown(before: str, line: str) -> No
 def test_arguments_stand_last_and_take_settings_out() -> None:
     script = 'python -m verl.main a.b=1 +a.c=2 ++a.d=3 \\\n  a.b=4 "$@" > log 2>&1\n'
     assert read_settings(script, ["a.d=5", "~a.c"], {}) == {"a.b": "4", "a.d": "5"}
+
+
+WHOLE = """
+data=(
+  data.a="$PWD"   # a comment
+  "data.b=x y" \\
+  'data.c=$z'
+)
+data+=(data.d=[1,2])
+many="
+  trainer.e=1
+  trainer.f=2
+"
+none=
+options=("${data[@]}" trainer.g=3)
+cat <<END >/dev/null
+python -m other a.b=5
+END
+NAME=1 python3 -m verl.main --config-path=config --config-name='fully_async_ppo_trainer.yaml'\\
+   model_engine=dp "${options[@]}" $many $none -- trainer.h="$none" "${@:2}" "$@" 2>&1 | tee log &
+"""
+
+
+def test_a_whole_command_has_the_words_that_the_shell_gives_it(tmp_path: Path) -> None:
+    """Arrays, variables that are parted, options and what stands around the command."""
+    script = WHOLE.replace("-- ", "")
+    shell = "python3() { printf '%s\\0' \"$@\"; }\n" + script + "\nwait"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=tmp_path)
+    words = done.stdout.split("\0")[4:-1]
+    expected = dict(word.split("=", 1) for word in words)
+    assert len(expected) == 9
+    assert read_settings(script, [], {"PWD": str(tmp_path)}) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,6 +132,13 @@ def test_arguments_stand_last_and_take_settings_out() -> None:
         ('python -m verl.main a.b="1', "closing quote"),
         ("python -m verl.main a.b=$((1", r"closing \)"),
         ("python -m verl.main --config-name=ppo_megatron_trainer a.b=1", "megatron"),
+        ("python -m verl.main a.b=1 --config-name mine", "--config-name=mine"),
+        ("python -m verl.main --config-path=/my a.b=1", "--config-path=/my"),
+        ("python -m verl.main a.b=1 stray", "'stray'"),
+        ("python -m verl.main a.b=1 \\\n # off \\\n a.c=2", "2 commands.*A comment or an empty line"),
+        ('x=(1)\nif true; then x+=(2); fi\npython -m verl.main a.b=1 "${x[@]}"', "x is set under a condition"),
+        ('python -m verl.main a.b=1 "${x[@]}"', "x is no array"),
+        ("x=(1\npython -m verl.main a.b=1", r"closing \)"),
     ],
 )
 def test_a_script_that_cannot_be_read_is_refused_with_the_place(script: str, message: str) -> None:

@@ -73,7 +73,7 @@ class RankActor:
             self.config.trainer,
             self.config.algorithm,
             temperature=self.config.rollout.temperature,
-            steps_per_version=self.config.asynchrony.trigger_parameter_sync_step,
+            steps_per_version=self.config.updates_per_version,
             seed=self.config.seed,
             world=World(self.rank, self.config.trainer.ranks, init_method),
         )

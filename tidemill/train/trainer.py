@@ -1,4 +1,6 @@
-"""The trainer's loop: one optimizer step after another, each a screen of named phases.
+"""The trainer's loop: one step after another, each a screen of named phases.
+
+A step takes `asynchrony.require_batches` mini-batches at once and makes an optimizer step with each of them.
 
     queue ─► get groups ─► advantages ─► pack ─► update actor ─► acknowledge ─► sync weights ─► checkpoint
                                                                                    │
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
+from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.observe.metrics import group_metrics
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Evaluation, Generation, Lease, Loads, Queue
@@ -59,15 +62,15 @@ class Observer(Protocol):
     """Whoever is told of progress: the event log and the tracker."""
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
-        """An optimizer step is done, with everything that was measured."""
+        """A step is done, with everything that was measured."""
         ...
 
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
-        """When the trainer did what in an optimizer step, and how busy the engines were meanwhile."""
+        """When the trainer did what in a step, and how busy the engines were meanwhile."""
         ...
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """The policy that so many optimizer steps made has a held-out score."""
+        """The policy that so many steps made has a held-out score."""
         ...
 
     def notice(self, text: str) -> None:
@@ -80,13 +83,13 @@ class Position:
     """How far a run is; part of every checkpoint.
 
     Attributes:
-        step: optimizer steps done.
+        step: steps done.
         version: policy version of the engines, the number of weight syncs done.
         groups: groups trained.
         response_tokens: sampled tokens trained.
         max_age: largest age of a trained token so far, in versions.
         seconds: training time of all attempts of this run.
-        unsynced: optimizer steps since the last weight sync.
+        unsynced: steps since the last weight sync.
     """
 
     step: int = 0
@@ -143,7 +146,7 @@ class Trainer:
             await self.validation.cancel()
 
     async def fit_steps(self) -> None:
-        """All optimizer steps."""
+        """All steps."""
         while self.position.step < self.config.trainer.steps and self.stop.reason is None:
             timings = Timings()
             with timings.phase("step"):
@@ -165,7 +168,7 @@ class Trainer:
             await self.sync_weights()
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
-        """One optimizer step; None when the data has ended, or a stop is asked for before there is a batch."""
+        """One step; None when the data has ended, or a stop is asked for before there is a batch."""
         with timings.phase("get_groups"):
             lease = await self.unless_stopped(self.get_groups())
         if lease is None or not lease.deliveries:
@@ -174,14 +177,8 @@ class Trainer:
         self.check_age(groups)
         with timings.phase("advantages"):
             advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
-        with timings.phase("pack"):
-            batches = micro_batches(
-                self.pack(groups, advantages), self.config.trainer.micro_batch_tokens, self.ranks_count
-            )
         metrics = group_metrics(groups, self.position.version, advantages)
-        with timings.phase("update_actor"):
-            denominator = step_denominator(groups, self.config.algorithm.aggregation)
-            metrics |= renamed(await self.ranks.update(batches, denominator, self.position.version))
+        metrics |= await self.learn(groups, advantages, timings)
         await self.queue.acknowledge(lease.lease_id)
         await self.generation.mark_trained([group.uid for group in groups])
         self.advance(groups)
@@ -190,6 +187,19 @@ class Trainer:
             with timings.phase("sync"):
                 metrics |= await self.sync_weights()
         return metrics
+
+    async def learn(self, groups: Sequence[Group], advantages: Sequence[Float32Array], timings: Timings) -> Metrics:
+        """An optimizer step with each mini-batch, in the order of the groups; returns what they amount to together."""
+        size, reports = self.config.trainer.ppo_mini_batch_size, []
+        for start in range(0, len(groups), size):
+            part = slice(start, start + size)
+            with timings.phase("pack"):
+                rows = self.pack(groups[part], advantages[part])
+                batches = micro_batches(rows, self.config.trainer.micro_batch_tokens, self.ranks_count)
+            with timings.phase("update_actor"):
+                denominator = step_denominator(groups[part], self.config.algorithm.aggregation)
+                reports.append(renamed(await self.ranks.update(batches, denominator, self.position.version)))
+        return together(reports)
 
     @property
     def sync_is_due(self) -> bool:
@@ -257,7 +267,7 @@ class Trainer:
         ]
 
     def advance(self, groups: Sequence[Group]) -> None:
-        """Count a finished optimizer step."""
+        """Count a finished step."""
         position = self.position
         position.step += 1
         position.unsynced += 1
@@ -299,6 +309,19 @@ class Trainer:
         metrics |= {name if name.startswith("ledger/") else f"rollout/{name}": value for name, value in rollout.items()}
         metrics["idle/rollouter"] = metrics.pop("rollout/idle")
         return metrics
+
+
+def together(reports: Sequence[Metrics]) -> Metrics:
+    """What the reports of several optimizer steps amount to; that of one stays as it is.
+
+    A mean over no tokens at all is that of the last one.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    aggregator = MetricsAggregator()
+    for report in reports:
+        aggregator.add(report)
+    return reports[-1] | aggregator.result()
 
 
 def renamed(update: Mapping[str, float]) -> Metrics:

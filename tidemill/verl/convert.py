@@ -12,14 +12,19 @@ import yaml
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.run_file import parse_config
-from tidemill.verl.rules import DEFAULTS, Becomes, LeftOut, Only, Part, rule_of
+from tidemill.verl.rules import DEFAULTS, Becomes, LeftOut, Never, Only, Part, rule_of
 from tidemill.verl.script import Text, Unknown, read_settings
 
-REQUIRED = {"model": "actor_rollout_ref.model.path", "data.train": "data.train_files"}
+REQUIRED = {
+    "actor_rollout_ref.model.path": "not given, and needed",
+    "data.train_files": "not given, and needed",
+    "rollout.total_rollout_steps": "needed as a number: prompts times epochs, if it is to be all of them",
+}
 ANSWER = "reward_model.ground_truth"  # where verl's files keep the reference answer
 LOOK_AT = (
     "rewards: verl chooses by data_source; math_verify stands here. Name your functions.",
     "asynchrony.max_staleness: a hard bound on every token, which verl does not have; see docs/from_verl.md.",
+    "rollout.group_timeout_s, trainer.get_timeout_s: verl waits for ever. Long responses may need more.",
 )
 
 
@@ -57,10 +62,10 @@ class Conversion:
 
 
 def comment(title: str, lines: Sequence[str]) -> Iterator[str]:
-    """A list as YAML comments."""
+    """A list as YAML comments, each on one line whatever the values of a script are."""
     if lines:
         yield f"# {title}:"
-        yield from (f"#   {line}" for line in lines)
+        yield from ("#   " + "".join(filter(str.isprintable, " ".join(line.split()))) for line in lines)
 
 
 def convert(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -73,16 +78,15 @@ def convert(script: str, arguments: Sequence[str], environment: Mapping[str, str
     done = Conversion()
     known: dict[str, Any] = {}
     for key, text in settings.items():
-        value = text if isinstance(text, Unknown) else parse(text)
+        value = parse(text)
         take(done, key, value)
         known[key] = value
     for key, value in DEFAULTS.items():
         if key not in settings:
-            take(done, key, value, "verl's default")
             known[key] = value
-    for ours, key in REQUIRED.items():
-        if ours not in done.ours and key not in settings:
-            done.refused[key] = "not given, and needed"
+            if not is_said(done, key):
+                take(done, key, value, "verl's default")
+    done.refused |= {key: why for key, why in REQUIRED.items() if known.get(key) is None}
     if not done.refused:
         done.ours |= combined(done, known)
     if done.refused:
@@ -93,18 +97,24 @@ def convert(script: str, arguments: Sequence[str], environment: Mapping[str, str
     return done.yaml()
 
 
+def is_said(done: Conversion, key: str) -> bool:
+    """Whether a setting with another name says already what this one becomes."""
+    rule = rule_of(key)
+    return isinstance(rule, Becomes) and rule.key in done.ours
+
+
 def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
     """Take one setting over, list it as left out, or refuse it."""
     shown = f"{key} = {value.why if isinstance(value, Unknown) else value}{f' ({origin})' if origin else ''}"
     rule = rule_of(key)
     if isinstance(rule, LeftOut):
         done.left_out[shown] = rule.why
-    elif rule is None:
-        done.refused[shown] = "not known; nothing here does what it does"
+    elif isinstance(rule, Never) or rule is None:
+        done.refused[shown] = "not known; nothing here does what it does" if rule is None else rule.why
     elif isinstance(value, Unknown):
-        done.refused[shown] = "only the shell could tell the value; write it out"
+        done.refused[shown] = "only running the script could tell the value; write it out"
     elif isinstance(rule, Only):
-        if value not in rule.values or isinstance(value, bool) != isinstance(rule.values[0], bool):
+        if not is_meant(rule, value):
             done.refused[shown] = f"only {' or '.join(map(str, rule.values))}; {rule.why}"
         elif not origin:
             done.left_out[shown] = f"always so: {rule.why}"
@@ -113,6 +123,11 @@ def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
             done.refused[shown] = f"only {allowed(rule)}"
     elif value is not None:
         become(done, rule, shown, value)
+
+
+def is_meant(rule: Only, value: Any) -> bool:
+    """Whether a value is one of those that mean the same; True is not 1."""
+    return any(value == meant and isinstance(value, bool) == isinstance(meant, bool) for meant in rule.values)
 
 
 def allowed(rule: Part) -> str:
@@ -124,7 +139,8 @@ def fits(rule: Part, value: Any) -> bool:
     """Whether a value can be reckoned with."""
     if rule.words:
         return value in rule.words
-    return isinstance(value, rule.kinds) and isinstance(value, bool) == (bool in rule.kinds) and value >= 0
+    number = isinstance(value, rule.kinds) and isinstance(value, bool) == (bool in rule.kinds)
+    return number and 0 <= value < math.inf
 
 
 def become(done: Conversion, rule: Becomes, shown: str, value: Any) -> None:
@@ -146,18 +162,18 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
         "asynchrony.staleness_threshold": threshold,
         "asynchrony.max_staleness": math.ceil(threshold),
         "rollout.engines": whole_engines(known),
+        "rollout.tensor_parallel_size": known[f"{rollout}tensor_model_parallel_size"],
         "trainer.ranks": known["trainer.nnodes"] * known["trainer.n_gpus_per_node"],
         "algorithm.kl_coef": known[f"{actor}kl_loss_coef"] if known[f"{actor}use_kl_loss"] else 0.0,
     }
+    if warmup := done.ours.get("trainer.warmup_steps"):  # verl counts steps of the trainer, we count optimizer steps
+        ours["trainer.warmup_steps"] = warmup * done.ours.get("asynchrony.require_batches", 1)
     if threshold > 0:
         ours["asynchrony.partial_rollout"] = partial
     else:
         done.left_out[f"async_training.partial_rollout = {partial}"] = (
             "with staleness_threshold 0 no group is in flight at a weight sync"
         )
-    size = known.get(f"{rollout}n", known.get("rollout.n"))
-    if size is not None:
-        ours["rollout.group_size"] = size
     if known.get(f"{rollout}standalone_gpu_memory_utilization") is not None:
         ours["rollout.gpu_memory_utilization"] = known[f"{rollout}standalone_gpu_memory_utilization"]
     return ours | old_log_probs(done, known)
@@ -188,17 +204,23 @@ def whole_engines(known: Mapping[str, Any]) -> int:
     """
     key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     gpus, each = known["rollout.nnodes"] * known["rollout.n_gpus_per_node"], known[key]
-    if gpus < each or gpus % each:
+    if not 1 <= each <= gpus or gpus % each:
         raise ConfigError(key, each, f"a divisor of the {gpus} GPUs for rollout", "Change one of the two.")
     return int(gpus // each)
 
 
 def parse(text: Text) -> Any:
     """A value as Hydra reads it: numbers also in the form 1e-6."""
-    assert isinstance(text, str)
+    if isinstance(text, Unknown):
+        return text
+    if "${" in text:
+        return Unknown(f"{text}, which Hydra works out")
     for number in (int, float):
         try:
             return number(text)
         except ValueError:
             continue
-    return None if text == "None" else yaml.safe_load(text)
+    try:
+        return None if text == "None" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # such as a date that does not exist
+        return Unknown(f"{text}, which is no value of Hydra's")

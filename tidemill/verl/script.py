@@ -1,8 +1,9 @@
 """Reads the `key=value` settings of a verl command out of a shell script, without running it.
 
-Understood are assignments, quotes, comments, continued lines, `$NAME`, `${NAME}`, `${NAME:-default}` and integer
-`$((...))`. What only running the script could tell (the output of a command, a variable set under a condition) becomes
-an `Unknown` value; whether that matters is for the reader of the key to say.
+Understood are assignments, arrays, quotes, comments, continued lines, here-documents, `$NAME`, `${NAME}`,
+`${NAME:-default}` and its relatives, `~/`, and integer `$((...))`. What only running the script could tell (the output
+of a command, a variable set under a condition) becomes an `Unknown` value; whether that matters is for the reader of
+the key to say.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from dataclasses import dataclass
 from tidemill.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
-SETTING = re.compile(r"(~|\+{0,2})([A-Za-z_]\w*(?:\.\w+)+)(=|$)")
-BRACED = re.compile(r"([A-Za-z_]\w*|[@*])(?:(:?-)(.*))?", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+SETTING = re.compile(r"(~|\+{0,2})([A-Za-z_]\w*(?:\.[\w-]+)*)(=|$)")
+BRACED = re.compile(r"([A-Za-z_]\w*|\d+)(?:(:?[-=?])(.*))?", re.DOTALL)
+ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+ARGUMENTS = re.compile(r'"?\$(?:[@*]|\{[@*](?::\d+)?\})"?')
+DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
+CONFIGS = ("fully_async_ppo_trainer", "fully_async_ppo_trainer.yaml")
+OPTIONS = {"--config-name": CONFIGS, "-cn": CONFIGS, "--config-path": ("config",), "-cp": ("config",)}
 OPENERS, CLOSERS = {"if", "for", "while", "until", "case", "{"}, {"fi", "done", "esac", "}"}
-ARGUMENTS = {'"$@"', "$@", '"${@}"', "${@}"}
 FILLERS = {"then", "else", "do", "export", "declare", "local", "readonly"}
+# Blanks out of a variable that stands without quotes: they part words of a command, but not of an assignment.
+BLANKS, MARKS = " \t\n", "\ue000\ue001\ue002"
+MARKED, UNMARKED = str.maketrans(BLANKS, MARKS), str.maketrans(MARKS, BLANKS)
 ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -43,15 +51,35 @@ Text = str | Unknown
 
 @dataclass(slots=True)
 class Word:
-    """A word of a command: as it is written, and what the shell makes of it."""
+    """A word of a command.
+
+    Attributes:
+        raw: as it is written.
+        text: what the shell makes of it, with `MARKS` where it may be parted.
+        elements: words of the array that it assigns.
+    """
 
     raw: str = ""
     text: Text = ""
+    elements: list[Word] | None = None
 
     @property
     def setting(self) -> re.Match[str] | None:
         """The word as a setting: `KEY=...` or `~KEY`; quotes may stand around all of it."""
         return SETTING.match(self.text if isinstance(self.text, str) else self.raw.strip("\"'"))
+
+    @property
+    def whole(self) -> Text:
+        """What the shell makes of it where words are not parted."""
+        return self.text.translate(UNMARKED) if isinstance(self.text, str) else self.text
+
+    def parted(self) -> list[Word]:
+        """The words that the shell makes of it in a command; none of a variable that is empty."""
+        if isinstance(self.text, Unknown) or (self.text and not set(MARKS) & set(self.text)):
+            return [self]
+        if not self.text and set("\"'") & set(self.raw):
+            return [self]
+        return [Word(part, part) for part in re.split(f"[{MARKS}]+", self.text) if part]
 
     def add(self, raw: str, text: Text) -> None:
         """Append a piece."""
@@ -74,29 +102,74 @@ def read_settings(script: str, arguments: Sequence[str], environment: Mapping[st
     reader = Reader(script, environment)
     commands = [command for command in map(reader.run, reader.commands()) if command]
     if len(commands) != 1:
+        several = "Keep one of them. A comment or an empty line among continued lines ends a command."
+        none = "Write its settings into the script, as they stand on a command line, not into a file that it reads."
         raise ConfigError(
             "SCRIPT",
             f"{len(commands)} commands with key=value settings",
             "one command of the form `python -m verl... key=value ...`",
-            "Keep one of them." if commands else "Write its settings into the script, not into a file that it reads.",
+            several if commands else none,
         )
     settings: dict[str, Text] = {}
     for word in [*commands[0], *(Word(argument, argument) for argument in arguments)]:
         match = word.setting
         if match is None or (match[1] == "~") == bool(match[3]):
-            raise ConfigError("SCRIPT", word.raw, "key.path=value or ~key.path", "Only settings can be converted.")
+            fix = (
+                f"{word.text.why}. Write it out." if isinstance(word.text, Unknown) else "Only settings are converted."
+            )
+            raise ConfigError("SCRIPT", word.raw, "key.path=value or ~key.path", fix)
         settings.pop(match[2], None)
         if match[3]:
             settings[match[2]] = word.text if isinstance(word.text, Unknown) else word.text.partition("=")[2]
     return settings
 
 
+def launched(command: list[Word]) -> list[Word]:
+    """The words behind `python -m MODULE`, or FILE.py, of the command that has settings, options left out.
+
+    Raises:
+        ConfigError: it takes its defaults from another file of verl.
+    """
+    module = next((n + 2 for n, word in enumerate(command) if word.raw == "-m"), 0)
+    module = module or next((n + 1 for n, word in enumerate(command) if word.raw.endswith(".py")), 0)
+    words: list[Word] = []
+    rest = iter(command[module:])
+    for word in rest:
+        option, equals, _ = word.raw.partition("=")
+        if option in OPTIONS:
+            check_option(option, word if equals else next(rest, Word()))
+        elif words or not word.raw.startswith("-"):
+            words.append(word)
+    # Without a module in sight, what stands before the first setting launches.
+    return words if module else words[next((n for n, word in enumerate(words) if is_dotted(word)), len(words)) :]
+
+
+def check_option(option: str, word: Word) -> None:
+    """Refuse defaults that are not known here.
+
+    Raises:
+        ConfigError: they come from another file of verl, or from somebody else's.
+    """
+    value = word.text.rpartition("=")[2] if isinstance(word.text, str) else word.text.why
+    if value not in OPTIONS[option]:
+        fix = "Write the settings of that file into the script. The trainer is data-parallel (FSDP), not megatron."
+        raise ConfigError("SCRIPT", f"{option}={value}", f"{OPTIONS[option][0]}, whose defaults are known here", fix)
+
+
+def is_dotted(word: Word) -> bool:
+    """Whether a word sets a key with a dot, as no other command has."""
+    match = word.setting
+    return match is not None and bool(match[3]) and "." in match[2]
+
+
 class Reader:
     """A script on its way through: position, variables, and how deep in conditions it is."""
 
     def __init__(self, script: str, environment: Mapping[str, str]) -> None:
-        self.script, self.at, self.depth = script, 0, 0
+        self.script, self.at, self.depth, self.chained = script, 0, 0, False
         self.variables: dict[str, Text] = dict(environment)
+        self.arrays: dict[str, list[Word] | Unknown] = {}
+        self.documents: list[str] = []
 
     def run(self, command: list[Word]) -> list[Word]:
         """Do what an assignment does; returns the settings of any other command, if it has some."""
@@ -107,18 +180,37 @@ class Reader:
             for word in command:
                 self.assign(word)
             return []
-        first = next((n for n, word in enumerate(command) if word.setting and "=" in word.raw), None)
-        if first is None:
+        words = [part for word in command for part in self.expanded(word)]
+        return launched(words) if any(map(is_dotted, words)) else []
+
+    def expanded(self, word: Word) -> list[Word]:
+        """The words that the shell makes of one: those of an array, those of an unquoted variable, or itself."""
+        if ARGUMENTS.fullmatch(word.raw):
             return []
-        if launcher := [word.raw for word in command[:first] if "megatron" in word.raw]:
-            raise ConfigError("SCRIPT", launcher[0], "the settings of FSDP", "The trainer is data-parallel.")
-        return [word for word in command[first:] if word.raw not in ARGUMENTS]
+        array = ARRAY.fullmatch(word.raw)
+        if array is None:
+            return word.parted()
+        elements = self.arrays.get(array[1], Unknown(f"{array[1]} is no array of the script"))
+        return [Word(word.raw, elements)] if isinstance(elements, Unknown) else elements
 
     def assign(self, word: Word) -> None:
-        """Set a variable; under a condition nobody knows whether."""
-        name = word.raw.partition("=")[0]
-        text = word.text.partition("=")[2] if isinstance(word.text, str) else word.text
-        self.variables[name] = Unknown(f"{name} is set under a condition") if self.depth else text
+        """Set a variable or an array; under a condition nobody knows whether."""
+        match = ASSIGNMENT.match(word.raw)
+        assert match is not None
+        name, conditional = match[1], self.depth > 0 or self.chained
+        unknown = Unknown(f"{name} is set under a condition")
+        if word.elements is not None:
+            before = self.arrays.get(name, []) if match[2] else []
+            parts = [part for element in word.elements for part in self.expanded(element)]
+            known = before if isinstance(before, Unknown) else before + parts
+            self.arrays[name] = unknown if conditional else known
+            return
+        text = word.whole
+        if isinstance(text, str):
+            text = text.partition("=")[2]
+            before_text = self.variables.get(name, "") if match[2] else ""
+            text = before_text + text if isinstance(before_text, str) else before_text
+        self.variables[name] = unknown if conditional else text
 
     def commands(self) -> Iterator[list[Word]]:
         """Commands one after the other; each is run before the next is read."""
@@ -132,42 +224,66 @@ class Reader:
             elif character in "\n;&|()<>":
                 if character in "<>" and command and command[-1].raw.isdecimal():
                     command.pop()  # the number of a redirected stream
-                self.at += 1
+                chained = self.separator()
                 yield command
+                self.chained = chained or (self.chained and not command)
                 command = []
             else:
                 command.append(self.word())
         yield command
+
+    def separator(self) -> bool:
+        """Pass what ends a command; whether the next one is run only if this one fails or succeeds."""
+        document = DOCUMENT.match(self.script, self.at)
+        if document is not None:
+            self.documents.append(document[2])
+            self.at = document.end()
+            return False
+        doubled = self.script[self.at : self.at + 2] in ("&&", "||")
+        newline = self.script[self.at] == "\n"
+        self.at += 2 if doubled else 1
+        if newline:
+            self.pass_documents()
+        return doubled
+
+    def pass_documents(self) -> None:
+        """Pass the text of here-documents, which begins with this line."""
+        for name in self.documents:
+            end = re.compile(rf"^\t*{re.escape(name)}$", re.MULTILINE).search(self.script, self.at)
+            self.at = len(self.script) if end is None else end.end()
+        self.documents = []
 
     def end_of_line(self) -> int:
         """Where the present line ends."""
         end = self.script.find("\n", self.at)
         return len(self.script) if end < 0 else end
 
-    def word(self) -> Word:
-        """The word that begins here."""
+    def word(self, *, everything: bool = False) -> Word:
+        """The word that begins here; `everything` up to the end of the script is one."""
         word, quoted = Word(), False
         while self.at < len(self.script):
-            character = self.script[self.at]
-            start = self.at
-            if character == "'" and not quoted:
-                self.at = self.closing("'", start + 1)
-                word.add(self.script[start : self.at], self.script[start + 1 : self.at - 1])
-            elif character == '"':
+            character, start = self.script[self.at], self.at
+            if character == '"':
                 quoted = not quoted
                 self.at += 1
                 word.add(character, "")
+            elif character == "'" and not quoted:
+                self.at = self.closing("'", start + 1)
+                word.add(self.script[start : self.at], self.script[start + 1 : self.at - 1])
             elif character == "\\":
                 self.at += 2
-                escaped = self.script[start + 1 : self.at]
-                word.add(self.script[start : self.at], "" if escaped == "\n" else escaped)
+                word.add(self.script[start : self.at], unescaped(self.script[start + 1 : self.at], quoted))
             elif character in "$`":
-                text = self.expansion()
+                text = self.expansion(quoted)
+                text = text if quoted or isinstance(text, Unknown) else text.translate(MARKED)
                 word.add(self.script[start : self.at], text)
-            elif not quoted and character == "(" and word.raw.endswith("="):
-                self.at = self.closing(")", start)
-                word.add(self.script[start : self.at], Unknown("arrays are not read"))
-            elif not quoted and character in " \t\n;&|()<>":
+            elif not quoted and character == "~" and self.is_home(word):
+                self.at += 1
+                word.add(character, self.variable("HOME"))
+            elif not quoted and character == "(" and ASSIGNMENT.fullmatch(word.raw):
+                word.elements = self.elements()
+                word.add(self.script[start : self.at], "")
+            elif not (quoted or everything) and character in " \t\n;&|()<>":
                 break
             else:
                 self.at += 1
@@ -176,6 +292,28 @@ class Reader:
             raise ConfigError("SCRIPT", word.raw[:60], "text with a closing quote", "Mend the script.")
         return word
 
+    def is_home(self, word: Word) -> bool:
+        """Whether the tilde here stands for the home folder; verl reads `key=~/...` so, too."""
+        return (not word.raw or word.raw.endswith("=")) and self.script[self.at + 1 : self.at + 2] in ("/", "")
+
+    def elements(self) -> list[Word]:
+        """The words of the array whose bracket opens here."""
+        start = self.at
+        words: list[Word] = []
+        self.at += 1
+        while self.at < len(self.script):
+            character = self.script[self.at]
+            if character == ")":
+                self.at += 1
+                return words
+            if character == "#":
+                self.at = self.end_of_line()
+            elif character in " \t\n;&|(<>" or self.script.startswith("\\\n", self.at):
+                self.at += 2 if character == "\\" else 1
+            else:
+                words.append(self.word())
+        raise ConfigError("SCRIPT", self.script[start : start + 40], "a closing )", "Mend the script.")
+
     def closing(self, mark: str, start: int) -> int:
         """Just behind the next `mark`."""
         end = self.script.find(mark, start)
@@ -183,7 +321,7 @@ class Reader:
             raise ConfigError("SCRIPT", self.script[start - 1 : start + 40], f"a closing {mark}", "Mend the script.")
         return end + 1
 
-    def expansion(self) -> Text:
+    def expansion(self, quoted: bool) -> Text:
         """What stands for the `$...` or the backquotes that begin here."""
         start = self.at
         if self.script[start] == "`":
@@ -197,7 +335,7 @@ class Reader:
             return Unknown(f"$({inner}) is the output of a command")
         if self.script.startswith("${", start):
             self.at = self.balanced(start + 1, "{}")
-            return self.braced(self.script[start + 2 : self.at - 1])
+            return self.braced(self.script[start + 2 : self.at - 1], quoted)
         name = NAME.match(self.script, start + 1)
         if name is None:
             self.at = start + 2
@@ -218,26 +356,35 @@ class Reader:
         """The value of a variable."""
         return self.variables.get(name, Unknown(f"{name} is not set in the script"))
 
-    def braced(self, inner: str) -> Text:
-        """`NAME`, or `NAME:-default`."""
+    def braced(self, inner: str, quoted: bool) -> Text:
+        """`NAME`, or with what stands for it if it is not set: `NAME:-default`, `NAME:=default`, `NAME:?message`."""
         match = BRACED.fullmatch(inner)
-        if match is None or match[1] in "@*":
+        if match is None:
             return Unknown(f"${{{inner}}} is not read")
-        value = self.variables.get(match[1], "" if match[2] else self.variable(match[1]))
-        if match[2] and (value == "" if match[2] == ":-" else match[1] not in self.variables):
-            return Reader(f'"{match[3].strip(chr(34))}"', {}).within(self.variables)
+        name, mark = match[1], match[2] or ""
+        value = self.variables.get(name)
+        if value is not None and not (value == "" and mark.startswith(":")):
+            return value
+        if mark[-1:] in ("", "?"):
+            return self.variable(name)
+        value = self.meaning(match[3], quoted)
+        if mark.endswith("="):
+            self.variables[name] = value
         return value
 
-    def within(self, variables: Mapping[str, Text]) -> Text:
-        """The text of one word, with the variables of another script."""
-        self.variables = dict(variables)
-        return self.word().text
+    def meaning(self, text: str, quoted: bool) -> Text:
+        """What a text means, between double quotes or not, with the variables of now."""
+        reader = Reader(f'"{text.strip(chr(34))}"' if quoted else text, {})
+        reader.variables = self.variables
+        return reader.word(everything=True).whole
 
     def arithmetic(self, inner: str) -> Text:
         """An integer expression; `/` cuts towards zero."""
-        names = re.sub(r"\$\{?(\w+)\}?", r"\1", inner)
+        meaning = self.meaning(inner, True) if "$" in inner else inner
+        if isinstance(meaning, Unknown):
+            return meaning
         try:
-            return str(self.number(ast.parse(names.replace("/", "//").strip(), mode="eval").body))
+            return str(self.number(ast.parse(meaning.replace("/", "//").strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
             return Unknown(f"$(({inner})) is no sum of known integers")
 
@@ -255,3 +402,10 @@ class Reader:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
         raise ValueError(ast.dump(node))
+
+
+def unescaped(text: str, quoted: bool) -> str:
+    """What stands for a backslash and the character behind it; between double quotes few are special."""
+    if text == "\n":
+        return ""
+    return f"\\{text}" if quoted and text not in ('"', "$", "`", "\\") else text
