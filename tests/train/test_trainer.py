@@ -17,7 +17,7 @@ from tidemill.errors import RunError
 from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
-from tidemill.records import Completion, Group, Prompt, VersionSpan
+from tidemill.records import Completion, Group, Prompt, Rollout, VersionSpan
 from tidemill.rollout.producer import make_group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
@@ -242,6 +242,18 @@ async def test_the_steps_of_a_run_can_be_taken_together() -> None:
     assert run["staleness/max"] == trainer.position.max_age
     waiting = sum(metrics["time/get_groups"] for metrics in trainer.observer.steps)
     assert run["idle/trainer"] == pytest.approx(waiting / run["time/step"])
+    for metrics in trainer.observer.steps:
+        assert metrics["throughput/tokens_per_second"] == metrics["response/tokens"] / metrics["time/step"]
+    assert run["throughput/tokens_per_second"] == pytest.approx(run["response/tokens"] / run["time/step"])
+
+
+async def test_the_largest_age_of_a_run_is_that_of_its_oldest_token() -> None:
+    trainer = make_trainer(Rig(), Position(version=5))
+    spans = (VersionSpan(3, 0, 1), VersionSpan(5, 1, 4))
+    zeros, ones = np.zeros(4, np.float32), np.ones(4, np.float32)
+    partial = Rollout(np.zeros(4, np.int32), zeros, ones, spans, "stop", "", 0.0, {}, 1.0)
+    trainer.advance([Group(Prompt(0, 0, np.zeros(1, np.int32), ""), (partial,))])
+    assert (trainer.position.max_age, trainer.position.response_tokens) == (2, 4)
 
 
 # ---- the end of a run
