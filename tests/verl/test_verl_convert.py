@@ -74,6 +74,14 @@ def test_the_modes_of_verl_are_ours(threshold: str, partial: str, mode: str) -> 
     assert (run.pause_mode, run.synchronous) == (mode, threshold == "0")
 
 
+@pytest.mark.parametrize(("size", "synchronous"), [(2, True), (3, False)])
+def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchronous: bool) -> None:
+    """verl rounds down, too: int(2 * 4 * 1.1) is 8, int(3 * 4 * 1.1) is 13."""
+    run = config(f"actor_rollout_ref.actor.ppo_mini_batch_size={size}")
+    assert (run.synchronous, run.max_groups_between_syncs) == (synchronous, 8 if synchronous else 13)
+    assert run.asynchrony.partial_rollout is (None if synchronous else True)
+
+
 @pytest.mark.parametrize(
     ("setting", "why"),
     [

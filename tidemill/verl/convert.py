@@ -166,13 +166,15 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
         "trainer.ranks": known["trainer.nnodes"] * known["trainer.n_gpus_per_node"],
         "algorithm.kl_coef": known[f"{actor}kl_loss_coef"] if known[f"{actor}use_kl_loss"] else 0.0,
     }
+    batches = done.ours.get("asynchrony.require_batches", 1)
     if warmup := done.ours.get("trainer.warmup_steps"):  # verl counts steps of the trainer, we count optimizer steps
-        ours["trainer.warmup_steps"] = warmup * done.ours.get("asynchrony.require_batches", 1)
-    if threshold > 0:
+        ours["trainer.warmup_steps"] = warmup * batches
+    per_version = known[f"{actor}ppo_mini_batch_size"] * batches * known["async_training.trigger_parameter_sync_step"]
+    if threshold * per_version + 1e-9 >= 1:
         ours["asynchrony.partial_rollout"] = partial
     else:
         done.left_out[f"async_training.partial_rollout = {partial}"] = (
-            "with staleness_threshold 0 no group is in flight at a weight sync"
+            f"staleness_threshold adds no group to the {per_version} of a version: none is in flight at a weight sync"
         )
     if known.get(f"{rollout}standalone_gpu_memory_utilization") is not None:
         ours["rollout.gpu_memory_utilization"] = known[f"{rollout}standalone_gpu_memory_utilization"]

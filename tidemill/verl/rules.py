@@ -164,7 +164,7 @@ REWARDS: Mapping[str, Mapping[str, Rule]] = {
 }
 SETTINGS: Mapping[str, Rule] = {
     "async_training.staleness_threshold": Part("asynchrony.staleness_threshold, asynchrony.max_staleness", NUMBER),
-    "async_training.trigger_parameter_sync_step": Becomes("asynchrony.trigger_parameter_sync_step"),
+    "async_training.trigger_parameter_sync_step": Becomes("asynchrony.trigger_parameter_sync_step", positive),
     "async_training.require_batches": Becomes("asynchrony.require_batches", positive),
     "async_training.partial_rollout": Part("asynchrony.partial_rollout", FLAG),
     "async_training.concurrent_samples_per_replica": Becomes("rollout.concurrent_samples_per_replica"),
@@ -250,7 +250,7 @@ SETTINGS: Mapping[str, Rule] = {
     "actor_rollout_ref.actor.calculate_entropy": LeftOut("a metric of verl's"),
     "actor_rollout_ref.actor.entropy_checkpointing": LeftOut(MEMORY),
     "actor_rollout_ref.actor.loss_scale_factor": LeftOut("loss_agg_mode=seq-mean-token-sum-norm alone reads it"),
-    "actor_rollout_ref.actor.ppo_mini_batch_size": Becomes("trainer.ppo_mini_batch_size"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": Becomes("trainer.ppo_mini_batch_size", positive),
     "actor_rollout_ref.actor.ppo_micro_batch_size": LeftOut(MEMORY),
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": LeftOut(MEMORY),
     "actor_rollout_ref.actor.use_dynamic_bsz": LeftOut("micro-batches are always filled by tokens"),
