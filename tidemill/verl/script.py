@@ -23,8 +23,10 @@ BRACED = re.compile(r"([A-Za-z_]\w*|\d+)(?:(:?[-=?])(.*))?", re.DOTALL)
 ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 ARGUMENTS = re.compile(r'"?\$(?:[@*]|\{[@*](?::\d+)?\})"?')
 DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
-CONFIGS = ("fully_async_ppo_trainer", "fully_async_ppo_trainer.yaml")
-OPTIONS = {"--config-name": CONFIGS, "-cn": CONFIGS, "--config-path": ("config",), "-cp": ("config",)}
+OPTIONS = {
+    **dict.fromkeys(("--config-name", "-cn"), re.compile(r"fully_async_ppo_trainer(?:\.yaml)?")),
+    **dict.fromkeys(("--config-path", "-cp"), re.compile(r"(?:.*fully_async_policy/)?config/?")),
+}
 OPENERS, CLOSERS = {"if", "for", "while", "until", "case", "{"}, {"fi", "done", "esac", "}"}
 FILLERS = {"then", "else", "do", "export", "declare", "local", "readonly"}
 # Blanks out of a variable that stands without quotes: they part words of a command, but not of an assignment.
@@ -150,10 +152,12 @@ def check_option(option: str, word: Word) -> None:
     Raises:
         ConfigError: they come from another file of verl, or from somebody else's.
     """
-    value = word.text.rpartition("=")[2] if isinstance(word.text, str) else word.text.why
-    if value not in OPTIONS[option]:
+    value = word.text if isinstance(word.text, str) else word.raw.strip("\"'")
+    value = value.removeprefix(f"{option}=")
+    if not OPTIONS[option].fullmatch(value):
         fix = "Write the settings of that file into the script. The trainer is data-parallel (FSDP), not megatron."
-        raise ConfigError("SCRIPT", f"{option}={value}", f"{OPTIONS[option][0]}, whose defaults are known here", fix)
+        allowed = "verl's config/fully_async_ppo_trainer.yaml, whose defaults are known here"
+        raise ConfigError("SCRIPT", f"{option}={value}", allowed, fix)
 
 
 def is_dotted(word: Word) -> bool:
@@ -326,6 +330,8 @@ class Reader:
         start = self.at
         if self.script[start] == "`":
             self.at = self.closing("`", start + 1)
+            if re.fullmatch(r"\s*#.*", self.script[start + 1 : self.at - 1]):
+                return ""  # a comment among continued lines
             return Unknown(f"{self.script[start : self.at]} is the output of a command")
         if self.script.startswith("$(", start):
             self.at = self.balanced(start + 1, "()")
