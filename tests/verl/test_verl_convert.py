@@ -232,6 +232,34 @@ def test_every_rule_stands_on_the_page() -> None:
     assert all(isinstance(rule, LeftOut | Only | Becomes | Never | Part) for rule in RULES.values())
 
 
+TREE = """
+defaults:
+  - ppo_trainer
+  - _self_
+actor_rollout_ref:
+  model: {path: m}
+  rollout: {n: 4, name: vllm}
+  actor:
+    optim: {lr: 2e-6}
+data:
+  train_files: [a.parquet]
+algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}
+rollout: {total_rollout_steps: 1024}
+trainer: {project_name: "a: b", logger: [console, wandb], val_before_train: null}
+"""
+
+
+def test_a_file_of_settings_is_read_as_a_command_is() -> None:
+    run = config("actor_rollout_ref.rollout.n=8", script=TREE)
+    assert (run.model, run.data.train, run.rollout.group_size) == ("m", "a.parquet", 8)
+    assert (run.trainer.learning_rate, run.tracking.experiment) == (2e-6, "a: b")
+    assert run.algorithm.normalize_std is False
+    written = yaml.safe_dump(SMALL.split()[3:])  # as Hydra leaves it in .hydra/overrides.yaml
+    assert config(script=written) == config()
+    assert "'x@data'" in refusal(script=TREE.replace("  - ppo_trainer", "  - x@data"))
+    assert "rollout.nonsense = 1: not known" in refusal(script=TREE.replace("total_rollout_steps: 1024", "nonsense: 1"))
+
+
 def test_the_command_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert-verl", str(SCRIPT), "trainer.experiment_name=other"]) == 0
     printed = capsys.readouterr().out

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill.errors import ConfigError
+from tidemill.verl.overrides import overrides
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -94,13 +95,31 @@ def read_settings(script: str, arguments: Sequence[str], environment: Mapping[st
     """The settings of the one verl command in a script, in order; of a key given twice the last value.
 
     Args:
-        script: text of the script.
+        script: text of the script, or of a file of settings in YAML, see `overrides`.
         arguments: of the script: further settings, which stand last.
         environment: variables that the script starts with.
 
     Raises:
         ConfigError: there is no such command, there are several, or it has words that are no settings.
     """
+    given = overrides(script)
+    words = [Word(setting, setting) for setting in given] if given else the_command(script, environment)
+    settings: dict[str, Text] = {}
+    for word in [*words, *(Word(argument, argument) for argument in arguments)]:
+        match = word.setting
+        if match is None or (match[1] == "~") == bool(match[3]):
+            fix = (
+                f"{word.text.why}. Write it out." if isinstance(word.text, Unknown) else "Only settings are converted."
+            )
+            raise ConfigError("SCRIPT", word.raw, "key.path=value or ~key.path", fix)
+        settings.pop(match[2], None)
+        if match[3]:
+            settings[match[2]] = word.text if isinstance(word.text, Unknown) else word.text.partition("=")[2]
+    return settings
+
+
+def the_command(script: str, environment: Mapping[str, str]) -> list[Word]:
+    """The words of the one command of a script that has settings."""
     reader = Reader(script, environment)
     commands = [command for command in map(reader.run, reader.commands()) if command]
     if len(commands) != 1:
@@ -112,18 +131,7 @@ def read_settings(script: str, arguments: Sequence[str], environment: Mapping[st
             "one command of the form `python -m verl... key=value ...`",
             several if commands else none,
         )
-    settings: dict[str, Text] = {}
-    for word in [*commands[0], *(Word(argument, argument) for argument in arguments)]:
-        match = word.setting
-        if match is None or (match[1] == "~") == bool(match[3]):
-            fix = (
-                f"{word.text.why}. Write it out." if isinstance(word.text, Unknown) else "Only settings are converted."
-            )
-            raise ConfigError("SCRIPT", word.raw, "key.path=value or ~key.path", fix)
-        settings.pop(match[2], None)
-        if match[3]:
-            settings[match[2]] = word.text if isinstance(word.text, Unknown) else word.text.partition("=")[2]
-    return settings
+    return commands[0]
 
 
 def launched(command: list[Word]) -> list[Word]:
