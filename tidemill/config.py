@@ -182,7 +182,7 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
             "trainer.steps",
             config.trainer.steps,
             f"{total // needed}, the steps that rollout.total_rollout_steps = {total} groups fill, {needed} each",
-            "Give one of the two.",
+            "Give one of the two; null leaves the other out.",
         )
 
 
@@ -298,7 +298,7 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
         ("store.endpoint", config.store.endpoint, "the http(s)://host:port of an S3 server"),
         ("tracking.uri", config.tracking.uri, "the address of an MLflow server"),
     ):
-        if value in ("shared_memory", "embedded", None) or str(value).startswith(("sqlite:", "file:")):
+        if value in ("shared_memory", "embedded", None) or (key == "tracking.uri" and is_file(str(value))):
             yield ConfigError(key, value, f"{allowed} with cluster.provider = kuberay", apart)
     if config.kubernetes.image.endswith(":latest"):
         fix = "Whatever stands behind latest may change between two pods of a run. Name a version."
@@ -311,6 +311,12 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError("kubernetes.max_engines", most, "null with kubernetes.queue", fix)
     if config.trainer.ranks > RANKS_PER_POD and config.trainer.ranks % RANKS_PER_POD:
         yield ConfigError("trainer.ranks", config.trainer.ranks, "up to 8, or a multiple of 8", "A pod holds 8 ranks.")
+
+
+def is_file(tracking: str) -> bool:
+    """Whether MLflow would write to a file or folder at this address, of which every pod has its own."""
+    scheme, colon, _ = tracking.lower().partition(":")
+    return scheme == "file" or scheme.startswith("sqlite") or not (colon or scheme == "databricks")
 
 
 def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:

@@ -131,7 +131,8 @@ class AsynchronyConfig(Section):
     max_staleness: Count = 1
     """Hard bound on the age of any trained token, in policy versions; 0 is synchronous training."""
     staleness_threshold: NonNegative | None = None
-    """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained (verl)."""
+    """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained, rounded down
+    (verl). One that adds no whole group is the same as 0: nothing runs ahead."""
     staleness_strategy: Literal["pace", "drop", "wait"] = "pace"
     """What keeps the bound: pace starts only what can be trained in time and cancels the few that are overtaken, drop
     starts what engines and queue hold and replaces what became too old, wait lets the trainer wait for the oldest."""

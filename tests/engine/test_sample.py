@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,7 @@ class Piece:
     weight_versions: list[Any] = field(default_factory=list)
     finish_reason: str = "abort"
     stop_reason: str | None = None
+    text: str = ""
 
 
 def piece(tokens: int, version: str, reason: str = "abort") -> Piece:
@@ -50,6 +51,31 @@ def test_pieces_of_one_version_make_one_span() -> None:
     sample.extend(piece(3, "4"))
     sample.extend(piece(2, "4", "stop"))
     assert sample.completion().versions == (VersionSpan(4, 0, 5),)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("yes.\nE", 2), ("yes.\n", 3), ("no", 4), ("yes.", 4), ("\nEN", 1)],  # a token may be as short as a character
+)
+def test_a_stop_string_that_an_abort_cut_in_two_is_sampled_once_more(text: str, kept: int) -> None:
+    sample = Sample()
+    sample.extend(replace(piece(2, "4"), text="yes"), ["\nEND"])
+    sample.extend(replace(piece(4, "5"), text=text), ["\nEND"])
+    cut = sample.completion()
+    assert cut.token_ids.tolist() == [0, 1, *range(kept)]
+    assert cut.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 2 + kept))
+
+
+def test_a_stop_string_takes_no_token_from_a_sample_that_has_ended() -> None:
+    sample = Sample()
+    sample.extend(replace(piece(4, "5", "length"), text="yes.\nE"), ["\nEND"])
+    assert len(sample.completion().token_ids) == 4
+
+
+def test_what_was_cut_within_a_stop_string_only_begins_again() -> None:
+    sample = Sample()
+    sample.extend(replace(piece(2, "4"), text="\nEN"), ["\nEND"])
+    assert (sample.token_ids, sample.log_probs, sample.spans, sample.reason) == ([], [], [], "abort")
 
 
 def test_an_empty_piece_leaves_no_span() -> None:

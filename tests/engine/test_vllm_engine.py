@@ -134,6 +134,21 @@ async def test_a_stop_string_ends_a_sample(engine: VllmEngine) -> None:
     assert len(stopped[0].token_ids) <= 4
 
 
+async def test_a_stop_string_that_an_abort_cuts_in_two_ends_a_sample_all_the_same(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    [free] = await engine.generate("free", PROMPT, GREEDY)
+    tokens = free.token_ids.tolist()
+    stop = " ".join(f"w{token}" for token in tokens[1:22])  # nearly every cut falls into it
+    for attempt in range(5):
+        sampling = Sampling(n=1, max_tokens=24, temperature=0.0, stop=(stop,))
+        task = asyncio.create_task(engine.generate(f"two-{attempt}", PROMPT, sampling))
+        await asyncio.sleep(0.02 * (attempt + 1))
+        await engine.update_weights(write_weights(tmp_path / f"{attempt}.safetensors", 0, 0), "abort")
+        [sample] = await task
+        assert (sample.finish_reason, sample.token_ids.tolist()) == ("stop", tokens[:22])
+
+
 async def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match=r"120 prompt tokens and 24 new ones exceed .* 129 tokens"):
         await engine.generate("p", np.full(120, 3, np.int32), GREEDY)
@@ -256,15 +271,15 @@ async def test_after_an_abort_every_token_has_the_log_prob_of_the_version_that_s
     raise AssertionError("no sample was cut")
 
 
-def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
+async def test_shutdown_leaves_no_process(fresh: Fresh) -> None:
     assert fresh.left_over == set()
 
 
-def test_shutdown_is_no_failure_in_the_log(fresh: Fresh) -> None:
+async def test_shutdown_is_no_failure_in_the_log(fresh: Fresh) -> None:
     assert fresh.complaints == []
 
 
-def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:
+async def test_nothing_is_generated_after_shutdown(fresh: Fresh) -> None:
     assert "the engine is not running" in str(fresh.after)
 
 

@@ -48,6 +48,22 @@ def test_nobody_watching_does_not_hide_the_hours_of_a_pod_that_lives_on() -> Non
     assert meter.hours == pytest.approx(4.0)
 
 
+def test_a_pod_that_went_away_while_nobody_watched_counts_until_its_job_ended() -> None:
+    meter = Meter()
+    meter.see([pod("a", 2), pod("b", 1)], GPU, BEGIN + 60)
+    kept = Meter.from_json(meter.to_json())
+    kept.see([pod("b", 1)], GPU, BEGIN + 7200, over=BEGIN + 3600)
+    assert kept.hours == pytest.approx(4.0)  # an hour of a, two of b, which is still there
+
+
+def test_a_pod_that_was_replaced_while_someone_watched_counts_no_longer_than_it_was_there() -> None:
+    meter = Meter()
+    meter.see([pod("a", 1), pod("b", 1)], GPU, BEGIN + 1800)
+    meter.see([pod("b", 1)], GPU, BEGIN + 1805)
+    meter.see([], GPU, BEGIN + 7200, over=BEGIN + 3600)
+    assert meter.hours == pytest.approx(1.5)  # half an hour of a, an hour of b
+
+
 def test_without_a_gpu_resource_nothing_is_counted() -> None:
     meter = Meter()
     meter.see([pod("a", 2)], None, BEGIN + 3600)

@@ -21,7 +21,7 @@ from tidemill.errors import (
 from tidemill.failure import Failure
 from tidemill.kuberay import budget
 from tidemill.kuberay.board import ENDED, ENDED_OF, FAILED, STOPPED, close
-from tidemill.kuberay.cluster import PODS, RAY_JOBS, Kind, Object, labels_of, name_of
+from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Kind, Object, labels_of, name_of
 from tidemill.kuberay.fake import FakeCluster, FakeOperator
 from tidemill.kuberay.kinds import OwnerReference
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, STOP
@@ -365,6 +365,19 @@ def test_a_run_over_budget_that_does_not_end_is_deleted(rig: Rig) -> None:
     with pytest.raises(ClusterError, match="did not end within 900 s and was deleted"):
         rig.watcher().follow(first)
     assert rig.left() == []
+
+
+def test_gpu_hours_of_a_run_that_ended_unwatched_go_to_its_end(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(15 + 300, killed)
+    with pytest.raises(Killed):
+        rig.watcher().follow(first)
+    rig.clock.after(3600 - 300, rig.succeeds)
+    rig.clock.after(3700 - 300, lambda: rig.cluster.delete(RAY_CLUSTERS, f"{rig.job()}-cluster"))
+    rig.clock.sleep(7200)
+    rig.watcher().follow(first)
+    assert budget.load(rig.store, rig.config.name).hours == pytest.approx(2.0, abs=0.02)  # two GPUs for an hour
 
 
 def test_the_budget_counts_all_attempts_and_outlives_the_watcher(rig: Rig) -> None:

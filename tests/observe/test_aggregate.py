@@ -31,7 +31,7 @@ staleness/partial_span_max correction/weight_max sync/canary_gap
 """
 OF_GROUPS = """
 reward/mean reward/PART/mean groups/zero_variance_ratio response/length_mean response/truncated_ratio
-response/aborted_ratio response/seconds_mean prompt/length_mean staleness/mean staleness/partial_ratio
+response/seconds_mean prompt/length_mean staleness/mean staleness/partial_ratio
 """
 OF_TOKENS = """
 ratio/mean ratio/clip_fraction kl/old_new correction/old_rollout_gap correction/weight_mean correction/truncated_ratio

@@ -96,14 +96,14 @@ def test_two_spans_of_one_version_are_not_a_partial_rollout() -> None:
     assert group_metrics([whole], 5, advantages(whole))["staleness/partial_ratio"] == 0
 
 
-def test_truncation_abortion_and_parts_are_counted() -> None:
+def test_truncation_and_parts_are_counted() -> None:
     one = group(
         1,
         rollout(1.0, ((0, 1),), "length", {"exact": 1.0, "format": 0.5}),
-        rollout(0.0, ((0, 1),), "abort", {"exact": 0.0}),
+        rollout(0.0, ((0, 1),), "stop", {"exact": 0.0}),
     )
     metrics = group_metrics([one], 0, [np.array([1, -1], np.float32)])
-    assert (metrics["response/truncated_ratio"], metrics["response/aborted_ratio"]) == (0.5, 0.5)
+    assert metrics["response/truncated_ratio"] == 0.5
     assert (metrics["reward/exact/mean"], metrics["reward/format/mean"]) == (0.5, 0.25)
     assert (metrics["advantage/std"], metrics["advantage/min"], metrics["advantage/max"]) == (1, -1, 1)
 

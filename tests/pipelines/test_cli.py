@@ -114,7 +114,9 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_model_that_is_not_there_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "nothing"), "hello", "--output", str(tmp_path)]) == 1
-    assert "there is no such folder" in capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert out == "" and error.splitlines()[0] == f"loading {tmp_path / 'nothing'} ..."
+    assert "there is no such folder" in error.splitlines()[1]
 
 
 def test_registry_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def test_failure_ends_the_run_and_teardown_runs_after_it(rig: Rig) -> None:
     assert done.returncode != 0
     assert "the reward is broken" in done.stdout
     assert "Task \x1b[96m'teardown'\x1b[0m finished with status \x1b[92mSUCCESS" in done.stdout
-    assert rig.tries("tiny-13") == 4
+    assert rig.tries("tiny-13") == 1  # KFP makes three more, which end at once
     assert not rig.store_is_up
 
 

@@ -20,12 +20,12 @@ from tidemill_components.validate import validate
 from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, DataError, RewardError, RunError, StoreError
+from tidemill.errors import ConfigError, DataError, EngineError, RewardError, RunError, StoreError, TidemillError
 from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.observe.report import Summary
 from tidemill.pipeline.preflight import check_inputs, check_model, check_room, rooms
-from tidemill.pipeline.steps import seconds_by_step
+from tidemill.pipeline.steps import seconds_by_step, step
 from tidemill.run_file import load_config, parse_config
 from tidemill.sections import SyncConfig
 from tidemill.store.checkpoint import open_checkpoints
@@ -151,6 +151,35 @@ def test_settings_that_no_later_step_could_be_given_are_refused(addition: RunCon
     data = addition.data.model_copy(update={"system_prompt": "Be brief. " * 4000})
     with pytest.raises(ConfigError, match=r"^config = '\d+ bytes': allowed is at most 32768 with every default"):
         validated(addition.model_copy(update={"data": data}).to_yaml())
+
+
+def test_try_after_one_that_no_other_can_mend_fails_at_once_in_its_words(addition: RunConfig) -> None:
+    with pytest.raises(RewardError), step("train", addition):
+        raise RewardError("the reward is broken")
+    first = Failure.read(addition.folder)
+    with pytest.raises(TidemillError, match=r"^the reward is broken$"), step("train", addition):
+        pytest.fail("it was tried again")
+    assert Failure.read(addition.folder) == first
+
+
+def test_mended_settings_get_their_chance(addition: RunConfig) -> None:
+    for name in ("validate", "train"):
+        with pytest.raises(RewardError), step(name, addition):
+            raise RewardError("the reward is broken")
+    done: list[str] = []
+    for name in ("validate", "train"):
+        with step(name, addition):
+            done.append(name)
+    assert done == ["validate", "train"]
+
+
+@pytest.mark.parametrize("error", [StoreError("away"), EngineError("died"), KeyError("a fault of ours")])
+def test_what_may_pass_is_tried_again(addition: RunConfig, error: Exception) -> None:
+    with pytest.raises(type(error)), step("train", addition):
+        raise error
+    with step("train", addition):
+        pass
+    assert Failure.read(addition.folder) is None
 
 
 def test_unknown_reward_is_refused(addition: RunConfig) -> None:

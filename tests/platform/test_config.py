@@ -124,6 +124,7 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("queue.capacity", ["queue.capacity=15"]),
         ("queue.capacity", ["queue.capacity=31", "asynchrony.require_batches=2"]),
         ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15", "trainer.steps=null"]),
+        ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15"]),
         ("trainer.steps", ["rollout.total_rollout_steps=80"]),
         ("asynchrony.staleness_threshold", ["asynchrony.max_staleness=0", "asynchrony.staleness_threshold=0.5"]),
         ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=drop"]),
@@ -259,6 +260,11 @@ def test_staleness_threshold_counts_groups_as_verl_does() -> None:
     assert (config.required_samples, config.updates_per_version, config.max_groups_between_syncs) == (8, 2, 12)
 
 
+def test_threshold_loses_no_group_to_rounding() -> None:
+    # (1 + 0.16) * 25 is 28.999999999999996 in floating point.
+    assert parse("asynchrony.staleness_threshold=0.16", "trainer.ppo_mini_batch_size=25").max_groups_between_syncs == 29
+
+
 def test_queue_holds_what_the_staleness_bound_allows() -> None:
     config = parse("asynchrony.max_staleness=2", "trainer.ppo_mini_batch_size=4")
     assert config.queue_capacity == 12
@@ -343,7 +349,18 @@ def test_a_run_on_kubernetes_needs_what_pods_can_share() -> None:
     for index, key in enumerate(("sync.transport", "store.endpoint", "tracking.uri"), start=1):
         left_out = [setting for number, setting in enumerate(ON_KUBERNETES) if number != index]
         assert refusal(*left_out).key == key
-    assert refusal(*ON_KUBERNETES, "tracking.uri=sqlite:///runs/mlflow.db").key == "tracking.uri"
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:///runs/mlflow.db", "SQLite:///m.db", "file:///m", "file:m", "mlruns", "/mnt/m"]
+)
+def test_files_of_a_pod_are_no_tracking_server(uri: str) -> None:
+    assert refusal(*ON_KUBERNETES, f"tracking.uri={uri}").key == "tracking.uri"
+
+
+@pytest.mark.parametrize("uri", ["https://mlflow", "postgresql://user@db/mlflow", "databricks", "databricks://team"])
+def test_what_every_pod_reaches_is_a_tracking_server(uri: str) -> None:
+    assert parse(*ON_KUBERNETES, f"tracking.uri={uri}").tracking.uri == uri
 
 
 @pytest.mark.parametrize(

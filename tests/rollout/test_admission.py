@@ -78,7 +78,7 @@ class Run(RuleBasedStateMachine):
         """What a new process has: the last commit, an empty queue, nothing in flight."""
         state, version, trained = self.committed
         self.ledger, self.trained = Ledger.restore(json.loads(state), self.stream), list(trained)
-        self.deferral = Deferral(lambda uid: uid % self.rows, self.rows, self.config.asynchrony)
+        self.deferral = Deferral(lambda uid: uid % self.rows, self.rows, self.config)
         self.admission = Admission(self.config, 1, self.ledger, version, self.deferral)
         self.policy, self.queued = self.admission.policy, self.admission.queued
         self.queue: MessageQueue[None] = MessageQueue(self.config.queue_capacity, self.eta)

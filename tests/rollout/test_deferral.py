@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_rig import Rig, run_config
@@ -21,7 +23,7 @@ ROWS = 10
 def deferral(eta: int = 1, trigger: int = 4, lasted: float = 40.0, **seconds: float) -> Deferral:
     """Knows the given rows, `r3=30.0`; a version that `lasted` ended at time 0, long after all groups had finished."""
     asynchrony = {"max_staleness": eta, "trigger_parameter_sync_step": trigger}
-    made = Deferral(lambda uid: uid % ROWS, ROWS, run_config(asynchrony=asynchrony).asynchrony)
+    made = Deferral(lambda uid: uid % ROWS, ROWS, run_config(asynchrony=asynchrony))
     for row, took in seconds.items():
         made.finished(int(row[1:]), -1000.0 - took, -1000.0)
     made.begin_version(-lasted)
@@ -93,7 +95,7 @@ def test_generations_that_fit_wherever_they_start_are_never_put_off(
 
 
 def test_before_a_version_was_measured_nothing_is_put_off() -> None:
-    made = Deferral(lambda uid: uid, ROWS, run_config().asynchrony)
+    made = Deferral(lambda uid: uid, ROWS, run_config())
     made.finished(3, -1000.0, 0.0)
     assert made.choose([3, 4], now=500.0) == 3
     made.begin_version(500.0)
@@ -130,6 +132,15 @@ class Timed(FakeEngine):
         completions = await super().generate(request_id, prompt_ids, sampling)
         self.now += 30.0 if int(request_id.partition(".")[0]) % 8 == 6 else 1.0
         return completions
+
+
+@pytest.mark.parametrize("bound", [{"max_staleness": 0}, {"max_staleness": 1, "staleness_threshold": 0}])
+async def test_a_synchronous_run_trains_in_the_order_of_the_data_however_long_a_prompt_takes(bound: Any) -> None:
+    engine = Timed()
+    config = run_config(asynchrony=bound, data={"shuffle": False}, rollout={"group_timeout_s": 1e4})
+    rig = Rig(config, rows=8, engines=[engine], clock=lambda: engine.now)
+    await rig.run()
+    assert [group.uid // 4 for group in rig.trained] == [group.oldest_version for group in rig.trained]
 
 
 async def test_a_run_starts_what_took_long_early_in_the_next_version_and_trains_every_prompt_once() -> None:

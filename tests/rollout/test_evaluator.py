@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rollout_rig import BROKEN, CharTokenizer, LengthReward, Rig, run_config
 
-from tidemill.errors import ConfigError, EngineError, RewardError
+from tidemill.errors import ConfigError, EngineError, EngineLostError, RewardError, RewardTimeoutError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array
@@ -26,6 +27,17 @@ async def test_an_evaluation_is_greedy_in_the_order_of_the_data_and_carries_its_
     assert (evaluation.version, evaluation.score, evaluation.skipped) == (0, 4.0, {})
     samplings = [sampling for engine in rig.engines for _, sampling in engine.requests]
     assert {(sampling.n, sampling.temperature) for sampling in samplings} == {(1, 0.0)}
+
+
+async def test_held_out_prompts_go_before_rollouts_and_end_at_the_same_strings() -> None:
+    rig = Rig(run_config(rollout={"stop": ["###"]}, trainer={"steps": 1}), held_out=held_out())
+    await rig.run()
+    await rig.rollouter.evaluate(1)
+    samplings: dict[bool, set[tuple[int, tuple[str, ...], int]]] = {True: set(), False: set()}
+    for request_id, sampling in rig.engines[0].requests:
+        asked = (sampling.priority, sampling.stop, sampling.max_tokens)
+        samplings[request_id.startswith("evaluation")].add(asked)
+    assert samplings == {True: {(-1, ("###",), 8)}, False: {(0, ("###",), 8)}}
 
 
 async def test_two_evaluations_of_the_same_version_are_equal() -> None:
@@ -83,6 +95,71 @@ async def test_a_prompt_whose_reward_fails_is_skipped_and_reported_but_not_all_o
     assert (len(evaluation.answers), evaluation.skipped) == (5, {"reward_error": 1})
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         await Rig(held_out=held_out(), rewards=LengthReward(always=BROKEN)).rollouter.evaluate(0)
+
+
+async def test_a_prompt_whose_reward_takes_too_long_is_told_apart() -> None:
+    rig = Rig(held_out=held_out(), rewards=LengthReward({1: RewardTimeoutError("slow"), 2: BROKEN}))
+    assert (await rig.rollouter.evaluate(0)).skipped == {"reward_timeout": 1, "reward_error": 1}
+
+
+class Once(FakeEngine):
+    """Does something else than to answer when it is asked the first time."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        self.requests.append((request_id, sampling))
+        if len(self.requests) > 1:
+            return await super().generate(request_id, prompt_ids, sampling)
+        if self.kind == "hang":
+            await asyncio.sleep(60)
+        return [replace(c, finish_reason="abort") for c in await super().generate(request_id, prompt_ids, sampling)]
+
+
+@pytest.mark.parametrize("kind", ["hang", "abort"])
+async def test_an_answer_that_hangs_or_is_cut_is_asked_for_again_under_another_name(kind: str) -> None:
+    rig = Rig(run_config(rollout={"group_timeout_s": 0.2}), held_out=held_out(1), engines=[engine := Once(kind)])
+    assert (await rig.rollouter.evaluate(0)).score == 4.0
+    first, second = dict.fromkeys(name for name, _ in engine.requests)
+    assert first != second
+    assert engine.aborted == ([first] if kind == "hang" else [])
+
+
+async def test_an_evaluation_that_fails_leaves_no_request_behind() -> None:
+    class Half(FakeEngine):
+        async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+            if request_id.startswith("evaluation-3."):
+                raise EngineError("no such prompt")
+            return await super().generate(request_id, prompt_ids, sampling)
+
+    rig = Rig(held_out=held_out(), engines=[Half(lengths=(8, 8), token_delay_s=5.0)])
+    with pytest.raises(EngineError, match="held-out prompt 3 failed 3 times"):
+        await rig.rollouter.evaluate(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (await rig.engines[0].stats())["running"] == 0
+    assert len(rig.engines[0].aborted) == 5
+
+
+async def test_one_engine_that_is_named_answers_alone_within_its_own_limit() -> None:
+    config = run_config(rollout={"concurrent_samples_per_replica": 2})
+    rig = Rig(config, held_out=held_out(8), engines=[FakeEngine(), FakeEngine(token_delay_s=0.01)])
+    evaluation = asyncio.create_task(rig.rollouter.evaluate(0, "engine 1"))
+    most = 0.0
+    while not evaluation.done():
+        most = max(most, (await rig.engines[1].stats())["running"])
+        await asyncio.sleep(0.002)
+    assert (most, rig.engines[0].requests, len((await evaluation).answers)) == (2, [], 8)
+
+
+async def test_one_engine_that_is_named_and_lost_is_not_replaced_by_another() -> None:
+    rig = Rig(held_out=held_out(), engines=[FakeEngine(), FakeEngine()])
+    await rig.engines[1].shutdown()
+    with pytest.raises(EngineLostError):
+        await rig.rollouter.evaluate(0, "engine 1")
+    assert rig.engines[0].requests == []
 
 
 class Refusing(FakeEngine):

@@ -187,6 +187,36 @@ async def test_a_group_in_flight_that_became_too_old_is_cancelled_and_issued_aga
     assert any(name.startswith("2.") for name in rig.engines[0].aborted)
 
 
+async def test_a_group_that_became_too_old_while_it_was_scored_does_not_reach_the_trainer() -> None:
+    class Slow(LengthReward):
+        async def score(self, prompt: Prompt, responses: Any) -> Any:
+            if prompt.uid == 2 and len(rig.trained) < 8:
+                await too_late.wait()
+            return await super().score(prompt, responses)
+
+    too_late = asyncio.Event()
+    rig = Rig(rewards=Slow())
+    run = asyncio.create_task(rig.rollouter.run())
+    await rig.train(steps=2)  # the bound is 1
+    too_late.set()
+    await rig.train(steps=3)
+    await run
+    assert 2 in rig.uids
+    assert (rig.ledger.counts()["dropped/stale"], rig.queue.swept, rig.queue.arrived) == (1, 0, 20)
+
+
+async def test_new_weights_give_an_engine_that_failed_another_chance() -> None:
+    failing, well = FakeEngine(faults={uid: Fault("error", times=1) for uid in range(8)}), FakeEngine()
+    rig = Rig(engines=[failing, well])
+    run = asyncio.create_task(rig.rollouter.run())
+    await settle(lambda: rig.queue.arrived == 8)
+    before = len(failing.requests)
+    await rig.train(steps=3)
+    assert len(failing.requests) > before
+    await rig.rollouter.stop()
+    await run
+
+
 async def test_the_bound_of_verl_limits_the_groups_between_two_syncs() -> None:
     config = run_config(asynchrony={"max_staleness": 8, "staleness_threshold": 0.5}, queue={"capacity": 100})
     rig = Rig(config)

@@ -160,6 +160,18 @@ def test_versions_before_the_previous_snapshot_are_deleted(rig: Rig) -> None:
     assert [place.serial for place in places(rig.store, PREFIX)] == [5, 6, 7, 8, 9, 10]
 
 
+def test_a_deletion_that_fails_leaves_no_version_that_lacks_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(prefix: str) -> int:
+        raise StoreError("the store is away")
+
+    for version in range(8):
+        rig.publish(version)
+    monkeypatch.setattr(rig.store, "delete_prefix", fail)
+    rig.publish(8)  # a snapshot, after which the oldest versions go
+    assert not any(key.endswith("/manifest") for key in rig.keys(1))
+    assert any(key.endswith("/manifest") for key in rig.keys(9))
+
+
 async def test_another_attempt_starts_over_and_deletes_the_last_one(rig: Rig) -> None:
     receiver = rig.receiver()
     await fetched(receiver, rig.publish(5).update)
@@ -282,10 +294,13 @@ def synchronizer(rig: Rig, *engines: FakeEngine) -> Synchronizer:
 async def test_engines_on_two_hosts_adopt_every_version(rig: Rig) -> None:
     engines = [Receiving(rig.receiver(name)) for name in ("here", "here", "there")]
     publisher = synchronizer(rig, *engines)
-    for version in (0, 1, 3, 9):
+    for serial, version in enumerate((0, 1, 3, 9), start=1):
         metrics = await publisher.publish(version, "keep")
         assert [engine.loaded for engine in engines] == 3 * [rig.files[version]]
         assert metrics["sync/bytes"] == len(rig.files[version])
+        parts = [item for item in rig.store.list(place_of(rig, serial).key) if "/part-" in item.key]
+        assert metrics["sync/stored_bytes"] == sum(part.nbytes for part in parts)
+        assert metrics["sync/full"] == (version == 0)
     publisher.close()
     assert rig.store.list(PREFIX) == ()
 

@@ -171,6 +171,19 @@ def test_gradient_is_the_same_for_every_split(llama: Path, mode: str, max_tokens
     assert_close({name: sum(part[name] for part in parts) for name in whole}, whole)
 
 
+@every_mode
+def test_sequences_count_alike_whatever_is_corrected(llama: Path, mode: str) -> None:
+    rank = rank_of(llama, mode)
+    groups = step_groups(rank.model)
+    found = gradients(rank, batches_of(groups, random_advantages(groups), 60, aggregation="sequence")[0], 50.0)
+    parts = []
+    for group, advantages in zip(groups, random_advantages(groups), strict=True):
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            alone = batches_of([Group(group.prompt, (rollout,))], [advantage[None]], 60)[0]
+            parts.append(gradients(rank, alone, 50.0 * np.count_nonzero(rollout.loss_mask)))
+    assert_close(found, {name: sum(part[name] for part in parts) for name in found})
+
+
 def test_a_kl_penalty_is_not_weighted(llama: Path) -> None:
     found = []
     for mode in ("rollout", "exact"):

@@ -209,6 +209,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_step(llama: Path) -
     with pytest.raises(RunError, match=r"gradient norm of optimizer step 1 is (nan|inf)"):
         rank.update(batches, 9.0)
     assert all(torch.equal(before[name], parameter) for name, parameter in rank.parameters.items())
+    assert all(parameter.grad is None for parameter in rank.parameters.values())  # the next step is not spoilt
 
 
 def test_score_is_at_temperature_one(llama: Path) -> None:

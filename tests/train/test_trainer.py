@@ -129,6 +129,17 @@ async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
         trainer.check_age([await one_group(rig.config)])
 
 
+async def test_a_group_of_a_version_to_come_ends_the_run() -> None:
+    trainer = make_trainer(rig := Rig(version=1), Position(version=0))
+    await rig.engines[0].update_weights(WeightUpdate(1, "", 0), "keep")
+    run = asyncio.create_task(rig.rollouter.run())
+    lease = await rig.queue.lease(1, 1, 10)
+    await rig.rollouter.stop()
+    await run
+    with pytest.raises(RunError, match=r"age -1 at version 0, allowed is 0\.\.1"):
+        trainer.check_age([Group.from_bytes(lease.deliveries[0].payload)])
+
+
 async def one_group(config: RunConfig) -> Group:
     rig = Rig(config)
     run = asyncio.create_task(rig.rollouter.run())
@@ -196,6 +207,7 @@ async def test_the_last_updates_are_synced_though_the_steps_are_no_multiple_of_t
     trainer = make_trainer(rig := Rig(config))
     await fit(trainer, rig)
     assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (8, 0, [1, 2, 3])
+    assert ["time/sync" in metrics for metrics in trainer.observer.steps] == [False, False, True] * 2 + [False, True]
     assert rig.ledger.trained_count == 32
 
 

@@ -79,7 +79,7 @@ class School:
         for member in self.crew.members:
             member.answers.set() if given else member.answers.clear()
 
-    async def run(self) -> None:
+    async def run(self, steps: int = STEPS) -> None:
         async with asyncio.timeout(DEADLINE_S), self.crew.fleet.kept():
             await self.crew.fleet.publish(0, "keep")
             generation = asyncio.create_task(self.crew.rig.rollouter.run())
@@ -87,7 +87,7 @@ class School:
             await self.crew.rig.rollouter.stop()
             await generation
         self.crew.rig.ledger.check()
-        assert self.crew.rig.ledger.trained_count == STEPS * 4
+        assert self.crew.rig.ledger.trained_count == steps * 4
         assert max(metrics["staleness/max"] for metrics in self.metrics) <= 1
 
 
@@ -131,6 +131,27 @@ async def test_a_weight_sync_does_not_overtake_a_concurrent_evaluation(tmp_path:
     await looking
     assert [(step, version) for step, version, _ in school.scores] == [(3, 3), (6, 6)]
     assert school.metrics[3]["time/evaluate"] > 0
+
+
+async def test_the_last_sync_of_a_run_that_is_stopped_does_not_overtake_one_either(tmp_path: Path) -> None:
+    school = School(tmp_path, "concurrent", every=1, trigger=4)
+    school.answers(False)
+
+    async def stop() -> None:
+        school.trainer.stop.ask("enough")
+
+    async def later() -> None:
+        await until(lambda: school.trainer.position.step == 5)
+        await asyncio.sleep(0.05)
+        assert [member.adopted[-1] for member in school.crew.members] == [1, 1]
+        school.answers(True)
+
+    school.hooks = {4: stop}
+    looking = asyncio.create_task(later())
+    await school.run(steps=5)
+    await looking
+    assert school.scores == [(4, 1, 5)]
+    assert [member.adopted for member in school.crew.members] == [[0, 1, 2], [0, 1, 2]]
 
 
 async def test_versions_pass_a_spare_engine_by_and_it_catches_up(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,7 +108,7 @@ def random_advantages(groups: Sequence[Group], seed: int = 1) -> list[Float32Arr
 
 
 def batches_of(
-    groups: Sequence[Group], advantages: Sequence[Float32Array], max_tokens: int, ranks: int = 1, **options: bool
+    groups: Sequence[Group], advantages: Sequence[Float32Array], max_tokens: int, ranks: int = 1, **options: Any
 ) -> list[list[MicroBatch]]:
     rows = [row for g, a in zip(groups, advantages, strict=True) for row in pack_group(g, a, max_tokens, **options)]
     return micro_batches(rows, max_tokens, ranks)

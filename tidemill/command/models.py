@@ -9,7 +9,6 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 from tidemill.chatter import diverted
 from tidemill.command.need import need_working_folder
@@ -30,6 +29,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")
     check_inputs(config)
     check_model(config)
+    say_loading(config.model)
     with quiet(arguments.debug):
         evaluation = score(config, config.model)
     for answer in evaluation.answers:
@@ -52,6 +52,7 @@ def generate(arguments: argparse.Namespace) -> int:
     locator = Locator(
         StoreConfig(endpoint=arguments.endpoint), output, arguments.tracking or f"sqlite:///{output / 'mlflow.db'}"
     )
+    say_loading(arguments.model)
     with quiet(arguments.debug), TemporaryDirectory(prefix="tidemill-model-") as folder:
         answers = generate_text(
             locator.bring(arguments.model, Path(folder)).path,
@@ -65,20 +66,24 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def say_loading(model: str) -> None:
+    """Tell a person what takes so long, apart from the answers."""
+    print(f"loading {model} ...", file=sys.stderr, flush=True)
+
+
 def quiet(debug: bool) -> AbstractContextManager[object]:
     """Keep the chatter of libraries and of their processes off the screen, unless it is asked for."""
     return nullcontext() if debug else diverted(os.devnull)
 
 
-def ui(arguments: argparse.Namespace) -> NoReturn:
-    """Become the MLflow server."""
+def ui(arguments: argparse.Namespace) -> int:
+    """The pages of MLflow, until they are ended."""
+    from rich.console import Console
+
+    from tidemill.local.mlflow_pages import serve
+
     database = registry_of(Path(arguments.output).resolve())
-    port = free_port(arguments.port)
-    print(f"MLflow of {database.parent}: http://127.0.0.1:{port} (ready in some seconds; Ctrl-C ends it)", flush=True)
-    artifacts = (database.parent / "mlartifacts").as_uri()
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}"]
-    options = ["--artifacts-destination", artifacts, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    os.execv(sys.executable, [*command, *options])
+    return serve(database, free_port(arguments.port), Console(), debug=arguments.debug)
 
 
 def registry_of(output: Path) -> Path:

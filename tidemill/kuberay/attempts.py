@@ -17,6 +17,7 @@ from tidemill.kuberay.manifest import ray_job
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, attempt_of, job_name, selector
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.schema import check
+from tidemill.kuberay.state import seconds
 from tidemill.store.attempt import newest_attempt
 from tidemill.store.object_store import ObjectStore
 
@@ -162,6 +163,12 @@ def patiently(ask: Callable[[], T], clock: Clock) -> T:
 def has_ended(job: Object) -> bool:
     """Whether a RayJob is over for KubeRay, which then takes its cluster away, and never the job itself."""
     return (job.get("status") or {}).get("jobDeploymentStatus") in ENDED
+
+
+def ended_at(job: Object | None) -> float | None:
+    """When the job of a RayJob ended, in seconds since 1970; None while it goes on, or where there is none."""
+    end = ((job or {}).get("status") or {}).get("endTime")
+    return None if end is None else seconds(end)
 
 
 def wait_until_none(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock: Clock) -> None:

@@ -1,15 +1,15 @@
 """GPU hours of a run: what its pods held, for how long, over all attempts. Pure but for `load` and `save`.
 
 A pod holds its GPUs from the moment it has a node until it has ended. What has been seen of every pod is kept in the
-store, so that the count goes on when the watcher is started again; of a pod that went away while nobody watched, only
-the time until it was last seen counts.
+store, so that the count goes on when the watcher is started again. A pod that went away while nobody watched counts
+until the job ended, if it did; else only until it was last seen.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tidemill.errors import StoreError
@@ -40,18 +40,28 @@ class Meter:
 
     holdings: dict[str, Holding] = field(default_factory=dict)
 
-    def see(self, pods: Sequence[Object], gpu: str | None, now: float) -> None:
+    def see(self, pods: Sequence[Object], gpu: str | None, now: float, over: float | None = None) -> None:
         """Count what the pods hold until now.
 
         Args:
             pods: of the run.
             gpu: resource that a GPU is counted as, such as `nvidia.com/gpu`; None counts nothing.
             now: seconds since 1970.
+            over: when their job ended; None while it goes on, or where nobody knows.
         """
+        if over is not None:
+            self.see_off({pod["metadata"]["uid"] for pod in pods}, min(over, now))
         for pod in pods:
             start, gpus = scheduled(pod), gpus_of(pod, gpu)
             if gpus and start is not None:
                 self.holdings[pod["metadata"]["uid"]] = Holding(gpus, start, max(start, ended(pod) or now))
+
+    def see_off(self, there: Collection[str], end: float) -> None:
+        """Count pods that were alive at the last look, and are not there any more, until the end of their job."""
+        last = max((held.end for held in self.holdings.values()), default=end)
+        for uid, held in self.holdings.items():
+            if held.end == last < end and uid not in there:
+                self.holdings[uid] = replace(held, end=end)
 
     @property
     def hours(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tidemill.errors import ClusterError, RunError
-from tidemill.kuberay.attempts import has_ended
+from tidemill.kuberay.attempts import ended_at, has_ended
 from tidemill.kuberay.cluster import (
     CONFIG_MAPS,
     RAY_JOBS,
@@ -94,10 +94,10 @@ def sweep(cluster: Cluster, now: float) -> None:
 
 def stale(job: Object, now: float) -> str | None:
     """Why a job that ended is not kept any more, None if it is. KubeRay deletes its cluster, and never the job."""
-    ended = (job.get("status") or {}).get("endTime")
-    if ended is None or now - seconds(ended) < DAY_S:
+    ended = ended_at(job)
+    if ended is None or now - ended < DAY_S:
         return None
-    return f"it ended {(now - seconds(ended)) / DAY_S:.0f} day(s) ago"
+    return f"it ended {(now - ended) / DAY_S:.0f} day(s) ago"
 
 
 def silent(job: Object, older_than_s: float, now: float) -> str | None:

@@ -14,7 +14,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import RunError, StoreError, TidemillError
 from tidemill.failure import OUTAGE_S
 from tidemill.kuberay import budget
-from tidemill.kuberay.attempts import Attempts
+from tidemill.kuberay.attempts import Attempts, ended_at
 from tidemill.kuberay.beginning import Beginning
 from tidemill.kuberay.board import FAILED, Board
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of
@@ -221,7 +221,7 @@ class Watcher:
         job = self.cluster.get(RAY_JOBS, job_name(self.config.name, visit.attempt.number))
         own = [pod for pod in pods if attempt_of(labels_of(pod)) == visit.attempt.number]
         state = assess(job, own, self.events(own), now)
-        self.meter.see(pods, self.config.kubernetes.gpu_resource, now)
+        self.meter.see(pods, self.config.kubernetes.gpu_resource, now, ended_at(job))
         due = now - visit.beaten >= BEAT_S
         if due and not state.over:
             self.beat(visit, state, now)

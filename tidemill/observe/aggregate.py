@@ -59,7 +59,6 @@ RULES: Mapping[str, Rule] = {
     "response/length_min": MIN,
     "response/length_max": MAX,
     "response/truncated_ratio": PER_GROUP,
-    "response/aborted_ratio": PER_GROUP,
     "response/seconds_mean": PER_GROUP,
     "response/seconds_max": MAX,
     "prompt/length_mean": PER_GROUP,

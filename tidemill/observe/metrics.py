@@ -71,7 +71,6 @@ def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
         "response/length_min": float(lengths.min()),
         "response/length_max": float(lengths.max()),
         "response/truncated_ratio": share(rollout.finish_reason == "length" for rollout in rollouts),
-        "response/aborted_ratio": share(rollout.finish_reason == "abort" for rollout in rollouts),
         "response/seconds_mean": float(seconds.mean()),
         "response/seconds_max": float(seconds.max()),
         "prompt/length_mean": float(prompts.mean()),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError
-from tidemill.failure import recorded
+from tidemill.errors import ConfigError, TidemillError
+from tidemill.failure import Failure, recorded
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, past_events
 from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
@@ -36,7 +36,12 @@ STEPS = ("validate", "provision", "train", "evaluate", "register")
 
 @contextmanager
 def step(name: str, run: RunConfig) -> Iterator[EventLog]:
-    """Announce a step, and record why it fails."""
+    """Announce a step, and record why it fails.
+
+    Raises:
+        TidemillError: the try before this one failed in a way that no other can mend.
+    """
+    refuse_hopeless(name, run)
     with EventLog(run.folder / "events.jsonl") as log, recorded(name, run.folder):
         log.write(PhaseStarted(name))
         try:
@@ -44,6 +49,22 @@ def step(name: str, run: RunConfig) -> Iterator[EventLog]:
         except Exception as error:
             log.write(PhaseFailed(name, str(error) or type(error).__name__))
             raise
+
+
+def refuse_hopeless(name: str, run: RunConfig) -> None:
+    """Fail at once where the try before did so for good: KFP tries a step again whatever its error was.
+
+    Only what `validate` begins has such a record, and it begins without one, so that mended settings get their chance.
+    A pod finds none: there training has its verdict, see `kuberay.ending`, and what else fails for good does so soon.
+
+    Raises:
+        TidemillError: it did; in the words of that try.
+    """
+    if name == STEPS[0]:
+        return
+    failure = Failure.read(run.folder)
+    if failure is not None and failure.step == name and failure.expected and not failure.passing:
+        raise TidemillError(failure.message)
 
 
 def validate(config: str) -> str:

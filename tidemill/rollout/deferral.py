@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tidemill.sections import AsynchronyConfig
+from tidemill.config import RunConfig
 
 # Responses vary, and may grow in training. A group that turns out too long is generated in vain; but where too much is
 # put off, the next version begins with more than can start early.
@@ -31,16 +31,17 @@ class Deferral:
     """Chooses the prompt that starts next.
 
     A prompt is put off once: in the next version it starts in its turn, however long it may take. One that was never
-    finished starts in its turn, too. With a bound of 0 no group can be overtaken, and nothing is put off.
+    finished starts in its turn, too. In a synchronous run no group can be overtaken, and nothing is put off.
 
     Args:
         row: the row of the data that an occurrence is of.
         rows: of the data.
-        bounds: `max_staleness`, and the steps of a version.
+        config: the staleness bounds, and the steps of a version.
     """
 
-    def __init__(self, row: Callable[[int], int], rows: int, bounds: AsynchronyConfig) -> None:
-        self._row, self._eta, self._steps = row, bounds.max_staleness, bounds.trigger_parameter_sync_step
+    def __init__(self, row: Callable[[int], int], rows: int, config: RunConfig) -> None:
+        self._row, self._steps = row, config.asynchrony.trigger_parameter_sync_step
+        self._eta = 0 if config.synchronous else config.asynchrony.max_staleness
         self._seconds = np.zeros(rows, dtype=np.float32)  # that each took the last time; 0: not known
         self._longest = 0.0
         self._put_off: set[int] = set()

@@ -196,7 +196,7 @@ class VllmEngine:
         finally:
             flight.submitted -= 1
         for index, piece in zip(indices, output.outputs, strict=True):
-            flight.samples[index].extend(piece)
+            flight.samples[index].extend(piece, flight.sampling.stop)
 
     async def _run(
         self, request_id: str, token_ids: list[int], options: Mapping[str, Any], *, priority: int = 0

@@ -74,7 +74,7 @@ class Rollouter:
         self.config, self.prompts, self.queue, self.ledger = config, prompts, queue, ledger
         pool, idle = EnginePool(engines), IdleMeter(clock)
         self._engines, self._idle, self._clock = pool, idle, clock
-        self._deferral = Deferral(prompts.row, len(prompts), config.asynchrony)
+        self._deferral = Deferral(prompts.row, len(prompts), config)
         self._admission = Admission(config, len(engines), ledger, version, self._deferral)
         self._turns = Turns(self._admission.policy)
         self._books = Books(config, ledger, self._admission.queued)

@@ -31,23 +31,27 @@ class Sample:
     spans: list[VersionSpan] = field(default_factory=list)
     reason: FinishReason = "abort"
 
-    def extend(self, output: Any) -> None:
+    def extend(self, output: Any, stop: Sequence[str] = ()) -> None:
         """Append what one vLLM request sampled (`vllm.outputs.CompletionOutput` with flat log-probs).
+
+        vLLM looks for stop strings within a request. Where an abort may have cut one in two, what there is of it is
+        left out, to be sampled once more.
 
         Raises:
             EngineError: vLLM reports a failure, or does not say which version a token came from.
         """
         if output.finish_reason not in REASONS:
             raise EngineError(f"vLLM ended a sample with reason {output.finish_reason!r}: {output.stop_reason}")
-        start = len(self.token_ids)
-        self.token_ids.extend(output.token_ids)
-        self.log_probs.extend(sampled_log_probs(output.logprobs))
-        for span in output.weight_versions or ():
-            self._add_span(int(span.version), start + span.start, start + span.end)
         self.reason = REASONS[output.finish_reason]
+        begun = unfinished_stop(output.text, stop) if self.reason == "abort" else 0
+        start, count = len(self.token_ids), max(0, len(output.token_ids) - begun)  # no token is less than a character
+        self.token_ids.extend(output.token_ids[:count])
+        self.log_probs.extend(sampled_log_probs(output.logprobs)[:count])
+        for span in output.weight_versions or ():
+            self._add_span(int(span.version), start + span.start, start + min(span.end, count))
 
     def _add_span(self, version: int, start: int, end: int) -> None:
-        if start == end:
+        if start >= end:
             return
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
@@ -101,6 +105,11 @@ def piece_seed(sampling: Sampling, index: int, position: int) -> int | None:
     if sampling.seed is None:
         return None
     return (sampling.seed * sampling.n + index + position * PIECE_STRIDE) % MAX_SEED
+
+
+def unfinished_stop(text: str, stop: Sequence[str]) -> int:
+    """Characters at the end of a text with which a stop string may have begun."""
+    return max((n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
 
 
 def sampled_log_probs(flat: Any) -> list[float]:
