@@ -136,6 +136,7 @@ def test_all_refused_settings_are_named_at_once_and_can_be_replaced_or_taken_out
         ([], "rollout", 2.0),
         (["bypass_mode=True", "rollout_is_threshold=5.0"], "rollout", 2.0),
         (["bypass_mode=False"], "version_start", 2.0),
+        (["bypass_mode=null"], "version_start", 2.0),
         (["bypass_mode=False", "rollout_is=null", "rollout_is_threshold=5.0"], "version_start", 2.0),
         (["bypass_mode=False", "rollout_is=token"], "decoupled", 2.0),
         (["bypass_mode=False", "rollout_is=token", "rollout_is_threshold=5.0"], "decoupled", 5.0),

@@ -184,7 +184,7 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
 def old_log_probs(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
     """What the ratio is taken to; verl computes old log-probs itself unless it bypasses that, and may weight tokens."""
     correction = "algorithm.rollout_correction."
-    bypassed = known.get(f"{correction}bypass_mode") is not False
+    bypassed = bool(known.get(f"{correction}bypass_mode", True))
     computed = not bypassed or known.get("async_training.compute_prox_log_prob") is True
     weighting, cap = known.get(f"{correction}rollout_is"), known.get(f"{correction}rollout_is_threshold")
     if weighting and not computed:
