@@ -103,6 +103,7 @@ many="
 none=
 options=("${data[@]}" trainer.g=3)
 half="${half:-$((8 / 2))}"
+pair=("trainer.k=1 trainer.l=2")
 say() { local who="$1"; echo "$who" >&2; }
 say hello >/dev/null
 cat <<END >/dev/null
@@ -113,6 +114,7 @@ NAME=1 python3 -m verl.main --config-path="$folder/config" --config-name='fully_
    model_engine=dp "${options[@]}" $many $none \\
    \\
    `# a comment in the middle` \\
+   trainer.j=${none:-"m n"} ${pair[@]} \\
    trainer.i=$half trainer.h="$none" "${@:2}" "$@" 2>&1 | tee log &
 """
 
@@ -123,7 +125,7 @@ def test_a_whole_command_has_the_words_that_the_shell_gives_it(tmp_path: Path) -
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=tmp_path)
     words = done.stdout.split("\0")[4:-1]
     expected = dict(word.split("=", 1) for word in words)
-    assert len(expected) == 10
+    assert len(expected) == 13
     assert read_settings(WHOLE, [], {"PWD": str(tmp_path)}) == expected
 
 

@@ -76,6 +76,10 @@ class Word:
         """What the shell makes of it where words are not parted."""
         return self.text.translate(UNMARKED) if isinstance(self.text, str) else self.text
 
+    def unquoted(self) -> Word:
+        """The same without quotes, so that its blanks part it."""
+        return Word(self.raw, self.text.translate(MARKED) if isinstance(self.text, str) else self.text)
+
     def parted(self) -> list[Word]:
         """The words that the shell makes of it in a command; none of a variable that is empty."""
         if isinstance(self.text, Unknown) or (self.text and not set(MARKS) & set(self.text)):
@@ -203,7 +207,11 @@ class Reader:
         if array is None:
             return word.parted()
         elements = self.arrays.get(array[1], Unknown(f"{array[1]} is no array of the script"))
-        return [Word(word.raw, elements)] if isinstance(elements, Unknown) else elements
+        if isinstance(elements, Unknown):
+            return [Word(word.raw, elements)]
+        if word.raw.startswith('"'):
+            return elements
+        return [part for element in elements for part in element.unquoted().parted()]
 
     def assign(self, word: Word) -> None:
         """Set a variable or an array; under a condition nobody knows whether."""
@@ -287,7 +295,6 @@ class Reader:
                 word.add(self.script[start : self.at], unescaped(self.script[start + 1 : self.at], quoted))
             elif character in "$`":
                 text = self.expansion(quoted)
-                text = text if quoted or isinstance(text, Unknown) else text.translate(MARKED)
                 word.add(self.script[start : self.at], text)
             elif not quoted and character == "~" and self.is_home(word):
                 self.at += 1
@@ -299,7 +306,7 @@ class Reader:
                 break
             else:
                 self.at += 1
-                word.add(character, character)
+                word.add(character, character if quoted else character.translate(MARKED))
         if quoted:
             raise ConfigError("SCRIPT", word.raw[:60], "text with a closing quote", "Mend the script.")
         return word
@@ -334,7 +341,7 @@ class Reader:
         return end + 1
 
     def expansion(self, quoted: bool) -> Text:
-        """What stands for the `$...` or the backquotes that begin here."""
+        """What stands for the `$...` or the backquotes that begin here; see `Word.text`."""
         start = self.at
         if self.script[start] == "`":
             self.at = self.closing("`", start + 1)
@@ -355,7 +362,7 @@ class Reader:
             self.at = start + 2
             return Unknown(f"{self.script[start : self.at]} is known to the shell only")
         self.at = name.end()
-        return self.variable(name[0])
+        return partible(self.variable(name[0]), quoted)
 
     def balanced(self, start: int, pair: str) -> int:
         """Just behind the bracket that closes the one at `start`."""
@@ -378,23 +385,23 @@ class Reader:
         name, mark = match[1], match[2] or ""
         value = self.variables.get(name)
         if value is not None and not (value == "" and mark.startswith(":")):
-            return value
+            return partible(value, quoted)
         if mark[-1:] in ("", "?"):
             return self.variable(name)
-        value = self.meaning(match[3], quoted)
+        word = self.meaning(match[3], quoted)
         if mark.endswith("="):
-            self.variables[name] = value
-        return value
+            self.variables[name] = word.whole
+        return word.text
 
-    def meaning(self, text: str, quoted: bool) -> Text:
+    def meaning(self, text: str, quoted: bool) -> Word:
         """What a text means, between double quotes or not, with the variables of now."""
         reader = Reader(f'"{text.strip(chr(34))}"' if quoted else text, {})
         reader.variables = self.variables
-        return reader.word(everything=True).whole
+        return reader.word(everything=True)
 
     def arithmetic(self, inner: str) -> Text:
         """An integer expression; `/` cuts towards zero."""
-        meaning = self.meaning(inner, True) if "$" in inner else inner
+        meaning = self.meaning(inner, True).text if "$" in inner else inner
         if isinstance(meaning, Unknown):
             return meaning
         try:
@@ -416,6 +423,11 @@ class Reader:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
         raise ValueError(ast.dump(node))
+
+
+def partible(text: Text, quoted: bool) -> Text:
+    """The value of a variable, whose blanks part words unless it stands between double quotes."""
+    return text if quoted or isinstance(text, Unknown) else text.translate(MARKED)
 
 
 def unescaped(text: str, quoted: bool) -> str:
