@@ -111,6 +111,7 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "are float32"),
         ("actor_rollout_ref.rollout.data_parallel_size=2", "tensor-parallel only"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "a divisor of the 8 GPUs"),
+        ("async_training.trigger_parameter_sync_step=null", "only a value"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=null", "only a number from 0 on"),
         ("trainer.experiment_name=\\${trainer.project_name}_1", "only running the script could tell"),
         ("async_training.staleness_threshold=inf", "only a number from 0 on"),

@@ -121,7 +121,7 @@ def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
     elif isinstance(rule, Part):
         if not fits(rule, value) and (value is not None or key in DEFAULTS):
             done.refused[shown] = f"only {allowed(rule)}"
-    elif value is not None:
+    elif value is not None or key in DEFAULTS.keys() - REQUIRED.keys():
         become(done, rule, shown, value)
 
 
@@ -145,6 +145,9 @@ def fits(rule: Part, value: Any) -> bool:
 
 def become(done: Conversion, rule: Becomes, shown: str, value: Any) -> None:
     """Take over a setting that has a counterpart."""
+    if value is None:
+        done.refused[shown] = "only a value, which verl has by default"
+        return
     try:
         converted = rule.convert(value)
     except ValueError as error:
