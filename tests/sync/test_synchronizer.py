@@ -326,10 +326,10 @@ class Damaged:
 
     async def write(self, version: int) -> Publication:
         self.version = version
-        return Publication(WeightUpdate(version, "damaged", 1))
+        return Publication(WeightUpdate(version, "damaged", 1), {"sync/full": 0.0})
 
     async def snapshot(self) -> Publication:
-        return Publication(WeightUpdate(self.version, "whole", 1))
+        return Publication(WeightUpdate(self.version, "whole", 1), {"sync/full": 1.0})
 
     def retire(self, update: WeightUpdate) -> None:
         """Keep everything."""
@@ -360,6 +360,21 @@ async def test_what_one_engine_found_damaged_no_other_that_joins_is_given() -> N
     await publisher.late_join("engine 2", another)
     assert (early.read, one.read, another.read) == (["damaged"], ["damaged", "whole"], ["whole"])
     assert [await engine.version() for engine in (early, one, another)] == [4, 4, 4]
+
+
+async def test_metrics_are_of_what_the_engines_adopted() -> None:
+    for well, full in ((True, 0.0), (False, 1.0)):
+        metrics = await Synchronizer([Reading(well=well)], SyncConfig(), Damaged(), uniform, CANARY).publish(4, "keep")
+        assert metrics["sync/full"] == full
+
+
+async def test_the_gap_of_an_engine_that_joined_is_told_with_the_next_version(tmp_path: Path) -> None:
+    publisher, late = synchronizer(tmp_path, FakeEngine()), Shifted(0.005)
+    await publisher.publish(4, "keep")
+    await publisher.late_join("engine 1", late)
+    late.shift = 0.0
+    gaps = [(await publisher.publish(version, "keep"))["sync/canary_gap"] for version in (5, 6)]
+    assert gaps == pytest.approx([0.005, 0.0], abs=1e-6)
 
 
 async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> None:
