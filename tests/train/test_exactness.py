@@ -13,6 +13,7 @@ from loop_rig import InProcess, Loop
 from rollout_rig import LengthReward, Rig, decode, run_config
 from train_rig import make_rank, save_llama
 
+from tidemill.actors.ranks import RankActor
 from tidemill.config import RunConfig
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
@@ -109,6 +110,14 @@ async def test_a_step_of_several_mini_batches_makes_an_optimizer_step_with_each(
     losses = [sum(report[0] for report in expected[step : step + 3]) / 3 for step in (0, 3)]
     assert [metrics["loss/policy"] for metrics in loop.metrics] == pytest.approx(losses)
     assert loop.metrics[0]["groups/count"] == config.required_samples == 6
+
+
+def test_a_rank_counts_the_optimizer_steps_of_a_version(ascii_llama: Path) -> None:
+    asynchrony = {"require_batches": 3, "trigger_parameter_sync_step": 2}
+    rank = RankActor(run_config(asynchrony=asynchrony), str(ascii_llama), 0, None)
+    rank.load(None)
+    assert rank.policy.start.steps == 6
+    rank.policy.close()
 
 
 class PowerCut(Exception):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rollout_rig import LengthReward, Rig, run_config
 
@@ -16,7 +17,8 @@ from tidemill.errors import RunError
 from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
-from tidemill.records import Group
+from tidemill.records import Completion, Group, Prompt, Rollout, VersionSpan
+from tidemill.rollout.producer import make_group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
 
@@ -129,6 +131,33 @@ async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
         trainer.check_age([await one_group(rig.config)])
 
 
+@pytest.mark.parametrize(("kl_coef", "rows"), [(0.0, 0), (0.5, 1)])
+async def test_groups_that_teach_nothing_are_packed_only_for_a_kl_penalty(kl_coef: float, rows: int) -> None:
+    trainer = make_trainer(rig := Rig(run_config(algorithm={"kl_coef": kl_coef})))
+    assert len(trainer.pack([await one_group(rig.config)], [np.zeros(2, np.float32)])) == rows
+
+
+async def test_versions_are_committed_as_often_as_asked_and_the_last_one_is_left_to_the_end_of_the_run() -> None:
+    config = run_config(trainer={"steps": 6}, checkpoint={"every": 2})
+    trainer, committed = make_trainer(rig := Rig(config)), list[tuple[int, int]]()
+
+    async def commit(position: Position) -> None:
+        committed.append((position.version, rig.ledger.trained_count))
+
+    trainer.commit = commit
+    await fit(trainer, rig)
+    assert committed == [(2, 8), (4, 16)]
+
+
+def test_the_largest_age_is_that_of_the_oldest_token_of_all_steps() -> None:
+    trainer = make_trainer(Rig(), Position(version=5))
+    for spans in ((VersionSpan(3, 0, 1), VersionSpan(5, 1, 2)), (VersionSpan(4, 0, 2),)):
+        completion = Completion(np.zeros(2, np.int32), np.zeros(2, np.float32), spans, "stop")
+        prompt = Prompt(0, 0, np.zeros(1, np.int32), "")
+        trainer.advance([make_group(prompt, [completion], ["a"], [(1.0, {})], 0.0)])
+        assert trainer.position.max_age == 2
+
+
 async def test_a_group_of_a_version_to_come_ends_the_run() -> None:
     trainer = make_trainer(rig := Rig(version=1), Position(version=0))
     await rig.engines[0].update_weights(WeightUpdate(1, "", 0), "keep")
@@ -138,6 +167,22 @@ async def test_a_group_of_a_version_to_come_ends_the_run() -> None:
     await run
     with pytest.raises(RunError, match=r"age -1 at version 0, allowed is 0\.\.1"):
         trainer.check_age([Group.from_bytes(lease.deliveries[0].payload)])
+
+
+async def test_what_the_queue_sweeps_is_issued_again() -> None:
+    asynchrony = {"staleness_strategy": "drop"}
+    config = run_config(asynchrony=asynchrony, queue={"capacity": 40}, trainer={"steps": 12})
+    trainer = make_trainer(rig := Rig(config))
+    run = asyncio.create_task(rig.rollouter.run())
+    async with asyncio.timeout(30):
+        while rig.queue.arrived < 40:  # ten versions' groups, all of the first one
+            await asyncio.sleep(0.005)
+        await trainer.fit()
+    await rig.rollouter.stop()
+    await run
+    assert rig.queue.swept >= 32
+    assert rig.ledger.counts()["dropped/stale"] >= rig.queue.swept
+    assert (rig.ledger.trained_count, trainer.position.max_age) == (48, 1)
 
 
 async def one_group(config: RunConfig) -> Group:
@@ -197,6 +242,18 @@ async def test_the_steps_of_a_run_can_be_taken_together() -> None:
     assert run["staleness/max"] == trainer.position.max_age
     waiting = sum(metrics["time/get_groups"] for metrics in trainer.observer.steps)
     assert run["idle/trainer"] == pytest.approx(waiting / run["time/step"])
+    for metrics in trainer.observer.steps:
+        assert metrics["throughput/tokens_per_second"] == metrics["response/tokens"] / metrics["time/step"]
+    assert run["throughput/tokens_per_second"] == pytest.approx(run["response/tokens"] / run["time/step"])
+
+
+async def test_the_largest_age_of_a_run_is_that_of_its_oldest_token() -> None:
+    trainer = make_trainer(Rig(), Position(version=5))
+    spans = (VersionSpan(3, 0, 1), VersionSpan(5, 1, 4))
+    zeros, ones = np.zeros(4, np.float32), np.ones(4, np.float32)
+    partial = Rollout(np.zeros(4, np.int32), zeros, ones, spans, "stop", "", 0.0, {}, 1.0)
+    trainer.advance([Group(Prompt(0, 0, np.zeros(1, np.int32), ""), (partial,))])
+    assert (trainer.position.max_age, trainer.position.response_tokens) == (2, 4)
 
 
 # ---- the end of a run

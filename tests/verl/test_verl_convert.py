@@ -74,6 +74,14 @@ def test_the_modes_of_verl_are_ours(threshold: str, partial: str, mode: str) -> 
     assert (run.pause_mode, run.synchronous) == (mode, threshold == "0")
 
 
+@pytest.mark.parametrize(("size", "synchronous"), [(2, True), (3, False)])
+def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchronous: bool) -> None:
+    """verl rounds down, too: int(2 * 4 * 1.1) is 8, int(3 * 4 * 1.1) is 13."""
+    run = config(f"actor_rollout_ref.actor.ppo_mini_batch_size={size}")
+    assert (run.synchronous, run.max_groups_between_syncs) == (synchronous, 8 if synchronous else 13)
+    assert run.asynchrony.partial_rollout is (None if synchronous else True)
+
+
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
@@ -103,6 +111,7 @@ def test_the_modes_of_verl_are_ours(threshold: str, partial: str, mode: str) -> 
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "are float32"),
         ("actor_rollout_ref.rollout.data_parallel_size=2", "tensor-parallel only"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "a divisor of the 8 GPUs"),
+        ("async_training.trigger_parameter_sync_step=null", "only a value"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=null", "only a number from 0 on"),
         ("trainer.experiment_name=\\${trainer.project_name}_1", "only running the script could tell"),
         ("async_training.staleness_threshold=inf", "only a number from 0 on"),
@@ -128,6 +137,7 @@ def test_all_refused_settings_are_named_at_once_and_can_be_replaced_or_taken_out
         ([], "rollout", 2.0),
         (["bypass_mode=True", "rollout_is_threshold=5.0"], "rollout", 2.0),
         (["bypass_mode=False"], "version_start", 2.0),
+        (["bypass_mode=null"], "version_start", 2.0),
         (["bypass_mode=False", "rollout_is=null", "rollout_is_threshold=5.0"], "version_start", 2.0),
         (["bypass_mode=False", "rollout_is=token"], "decoupled", 2.0),
         (["bypass_mode=False", "rollout_is=token", "rollout_is_threshold=5.0"], "decoupled", 5.0),
@@ -222,6 +232,34 @@ def test_every_rule_stands_on_the_page() -> None:
     assert missing == []
     assert [key for key in DEFAULTS if rule_of(key) is None] == []
     assert all(isinstance(rule, LeftOut | Only | Becomes | Never | Part) for rule in RULES.values())
+
+
+TREE = """
+defaults:
+  - ppo_trainer
+  - _self_
+actor_rollout_ref:
+  model: {path: m}
+  rollout: {n: 4, name: vllm}
+  actor:
+    optim: {lr: 2e-6}
+data:
+  train_files: [a.parquet]
+algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}
+rollout: {total_rollout_steps: 1024}
+trainer: {project_name: "a: b", logger: [console, wandb], val_before_train: null}
+"""
+
+
+def test_a_file_of_settings_is_read_as_a_command_is() -> None:
+    run = config("actor_rollout_ref.rollout.n=8", script=TREE)
+    assert (run.model, run.data.train, run.rollout.group_size) == ("m", "a.parquet", 8)
+    assert (run.trainer.learning_rate, run.tracking.experiment) == (2e-6, "a: b")
+    assert run.algorithm.normalize_std is False
+    written = yaml.safe_dump(SMALL.split()[3:])  # as Hydra leaves it in .hydra/overrides.yaml
+    assert config(script=written) == config()
+    assert "'x@data'" in refusal(script=TREE.replace("  - ppo_trainer", "  - x@data"))
+    assert "rollout.nonsense = 1: not known" in refusal(script=TREE.replace("total_rollout_steps: 1024", "nonsense: 1"))
 
 
 def test_the_command_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:

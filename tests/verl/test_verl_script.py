@@ -102,23 +102,31 @@ many="
 "
 none=
 options=("${data[@]}" trainer.g=3)
+half="${half:-$((8 / 2))}"
+pair=("trainer.k=1 trainer.l=2")
+say() { local who="$1"; echo "$who" >&2; }
+say hello >/dev/null
 cat <<END >/dev/null
 python -m other a.b=5
 END
-NAME=1 python3 -m verl.main --config-path=config --config-name='fully_async_ppo_trainer.yaml'\\
-   model_engine=dp "${options[@]}" $many $none -- trainer.h="$none" "${@:2}" "$@" 2>&1 | tee log &
+folder="$PWD/fully_async_policy"
+NAME=1 python3 -m verl.main --config-path="$folder/config" --config-name='fully_async_ppo_trainer.yaml'\\
+   model_engine=dp "${options[@]}" $many $none \\
+   \\
+   `# a comment in the middle` \\
+   trainer.j=${none:-"m n"} ${pair[@]} \\
+   trainer.i=$half trainer.h="$none" "${@:2}" "$@" 2>&1 | tee log &
 """
 
 
 def test_a_whole_command_has_the_words_that_the_shell_gives_it(tmp_path: Path) -> None:
     """Arrays, variables that are parted, options and what stands around the command."""
-    script = WHOLE.replace("-- ", "")
-    shell = "python3() { printf '%s\\0' \"$@\"; }\n" + script + "\nwait"
+    shell = "python3() { printf '%s\\0' \"$@\"; }\n" + WHOLE + "\nwait"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=tmp_path)
     words = done.stdout.split("\0")[4:-1]
     expected = dict(word.split("=", 1) for word in words)
-    assert len(expected) == 9
-    assert read_settings(script, [], {"PWD": str(tmp_path)}) == expected
+    assert len(expected) == 13
+    assert read_settings(WHOLE, [], {"PWD": str(tmp_path)}) == expected
 
 
 @pytest.mark.parametrize(
@@ -134,6 +142,7 @@ def test_a_whole_command_has_the_words_that_the_shell_gives_it(tmp_path: Path) -
         ("python -m verl.main --config-name=ppo_megatron_trainer a.b=1", "megatron"),
         ("python -m verl.main a.b=1 --config-name mine", "--config-name=mine"),
         ("python -m verl.main --config-path=/my a.b=1", "--config-path=/my"),
+        ('python -m verl.main --config-path="$(pwd)/conf" a.b=1', "--config-path"),
         ("python -m verl.main a.b=1 stray", "'stray'"),
         ("python -m verl.main a.b=1 \\\n # off \\\n a.c=2", "2 commands.*A comment or an empty line"),
         ('x=(1)\nif true; then x+=(2); fi\npython -m verl.main a.b=1 "${x[@]}"', "x is set under a condition"),

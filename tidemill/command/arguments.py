@@ -184,7 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
     pipeline_commands(commands)
 
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
-    convert.add_argument("script", help="shell script with one verl command")
+    convert.add_argument("script", help="shell script with one verl command, or a YAML file of its settings")
     convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
 
     timeline = add(commands, "timeline", "draw when trainer and engines of a run were at work", TIMELINE)

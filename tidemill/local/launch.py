@@ -106,12 +106,12 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
         show_events(events, earlier, End(runner, config.folder), console)
         status = runner.returncode
     except KeyboardInterrupt:
-        say("stopping the run ...", console)
         status = INTERRUPTED
+        say("stopping the run ...", console)
     finally:
         with undisturbed():
             clean_up(config)
-            if status == INTERRUPTED:
+            if status in (None, INTERRUPTED):  # None where the screen was lost, and with it what else there was to say
                 end_killed(config)
     if status == INTERRUPTED:
         say_interrupted(resume, console)

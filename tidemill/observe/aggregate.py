@@ -1,4 +1,4 @@
-"""What the optimizer steps of a run amount to together: one explicit rule for every metric of `docs/metrics.md`.
+"""What the steps of a run, or the optimizer steps of one, amount to together: an explicit rule for every metric.
 
 Worked example: two steps with 16 and 32 groups and `reward/mean` of 0.2 and 0.5 have together
 (16 * 0.2 + 32 * 0.5) / 48 = 0.4. The mean of the two values, 0.35, would be the mean of nothing.
@@ -168,7 +168,7 @@ class Column:
 
 
 class MetricsAggregator:
-    """Takes the metrics of one optimizer step after the other, and says what they are together.
+    """Takes the metrics of one step after the other, and says what they are together.
 
     A metric that only some steps report (evaluation, checkpoint) is taken over those steps, but for those that count
     as 0 in the others.

@@ -36,7 +36,7 @@ class PhaseStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """An optimizer step is done.
+    """A step of the trainer is done.
 
     Attributes:
         step: counted from 1.
@@ -57,7 +57,7 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Who did what during an optimizer step; times are seconds since the epoch.
+    """Who did what during a step; times are seconds since the epoch.
 
     Attributes:
         step: counted from 1.
@@ -76,7 +76,7 @@ class EvaluationFinished:
     """A policy was scored on the held-out prompts.
 
     Attributes:
-        step: optimizer steps that made the policy, 0 for the one that training starts from.
+        step: steps that made the policy, 0 for the one that training starts from.
         score: mean reward.
         answers: `protocols.Answer` as a mapping, one per prompt in the order of the data.
     """

@@ -14,7 +14,7 @@ from tidemill.records import Float32Array, Group, Rollout
 
 
 def group_metrics(groups: Sequence[Group], version: int, advantages: Sequence[Float32Array]) -> dict[str, float]:
-    """Describe the groups of one optimizer step.
+    """Describe the groups of one step.
 
     Args:
         groups: at least one.

@@ -13,7 +13,7 @@ from html import escape
 from tidemill.observe.report import Fact, Sample, Summary, facts, left_out
 
 Points = Sequence[tuple[int, float]]
-"""(optimizer step, value), ordered by step."""
+"""(step, value), ordered by step."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, FOOT = 720, 260, 52, 24, 12, 40
 TICKS = 5
 MOST_POINTS = 500
@@ -106,7 +106,7 @@ def chart(curves: Curves) -> str:
         return '<p class="none">(no step was recorded)</p>'
     frame = Frame.around(points)
     drawn = "".join([*frame.grid(), line(frame, rewards), *(dot(frame, point) for point in curves.scores)])
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" role="img" aria-label="reward by optimizer step"'
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" role="img" aria-label="reward by step of the trainer"'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{drawn}</svg>'
     each = "each step" if steps == 1 else f"every {steps} steps"
     reward = f'<span class="reward">&#8212; training reward, mean of {each}</span> ' if rewards else ""
@@ -171,7 +171,7 @@ class Frame:
         for step, label in ticks(self.first, self.last, max(1.0, distance(self.first, self.last))):
             x, _ = self.place((step, self.low))
             yield f'<text x="{x:.1f}" y="{HEIGHT - FOOT + 18}" text-anchor="middle">{label}</text>'
-        yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>'
+        yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">step of the trainer</text>'
 
 
 def distance(low: float, high: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ class Progress:
     def __init__(self, console: Console) -> None:
         """On a terminal the bar is live; otherwise only plain lines are written."""
         self.console = console
+        # What this process prints goes above the bar only where it goes to the same screen, and not to a log.
+        same = console.file is sys.stdout
         self.bar = Bar(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -39,6 +42,8 @@ class Progress:
             console=console,
             disable=not console.is_terminal,
             expand=True,
+            redirect_stdout=same,
+            redirect_stderr=same,
         )
         self.task: TaskID = self.bar.add_task("starting", total=None, left="")
         self.began: float | None = None

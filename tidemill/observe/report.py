@@ -61,9 +61,9 @@ class Summary:
     """`summary.json`; a value that does not exist is None, and `missing` may say why.
 
     Attributes:
-        steps: optimizer steps done.
+        steps: of the trainer, that are done.
         held_out_before, held_out_after: mean reward on the held-out prompts.
-        train_seconds: first to last optimizer step; total_seconds: the whole run.
+        train_seconds: of all steps; total_seconds: the whole run.
         tokens_per_second: trained response tokens over `train_seconds`.
         trainer_idle, rollouter_idle: share of the steps' time spent waiting, in `[0, 1]`; of the last attempt.
         max_age: largest age of a trained token, in policy versions.
@@ -75,7 +75,7 @@ class Summary:
         skipped: prompts that were never trained, by reason.
         dropped: groups that were generated and not trained, by reason; their prompts were issued again.
         phase_seconds: wall time by phase, of the last attempt.
-        metrics: those of all optimizer steps together, by the rules of `observe.aggregate`; of the last attempt.
+        metrics: those of all steps together, by the rules of `observe.aggregate`; of the last attempt.
         missing: why a value is None, by its name.
         stopped: why the run was ended before its last step; None if it was not.
     """
@@ -283,7 +283,7 @@ def reward_curve_svg_or_png(events: Sequence[Event], path: str | Path) -> None:
     axes.plot(list(rewards), list(rewards.values()), color="tab:blue", label="training reward (mean of the step)")
     if held_out := held_out_points(events):
         axes.plot(*zip(*held_out, strict=True), "o", color="tab:orange", label="held-out score (greedy)")
-    axes.set(xlabel="optimizer step", ylabel="reward")
+    axes.set(xlabel="step of the trainer", ylabel="reward")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", frameon=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
     trainer    ░░░▓▓▓▓▓▓▓▓▓▒░▓▓▓▓▓▓▓▓▒     waits, updates, syncs, ...
     engine 0   ▂▅▇▇▅▇▇▇▅▇▇▇▇▇▇▅▇▇▇▇▇▇▅     requests in flight
 
-Both are made of the `Activity` events that a run writes after every optimizer step. Times are seconds since the epoch.
+Both are made of the `Activity` events that a run writes after every step. Times are seconds since the epoch.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ v + eta (eta is `max_staleness`). With versions that last T seconds, that leaves
     (eta + 1) * T - r - (time since v began)
 
 where r is how long before the end of a version its last batch is taken. It is not seen, but it is no longer than
-T / (optimizer steps of a version), nor than the time since the last group of that batch was finished.
+T / (steps of a version), nor than the time since the last group of that batch was finished.
 
 Data is read many times, and a prompt's responses are about as long as in the pass before (He et al. 2025,
 arXiv:2508.18588, section 3). So a prompt that took long the last time and would start late in a version is put off to
@@ -36,7 +36,7 @@ class Deferral:
     Args:
         row: the row of the data that an occurrence is of.
         rows: of the data.
-        config: the staleness bounds, and the optimizer steps of a version.
+        config: the staleness bounds, and the steps of a version.
     """
 
     def __init__(self, row: Callable[[int], int], rows: int, config: RunConfig) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 from tidemill.errors import ChainError, EngineLostError, RunError, SyncError, TidemillError
 from tidemill.failure import PASSING
 from tidemill.observe.timings import Timings
-from tidemill.protocols import Engine, PauseMode, WeightUpdate
+from tidemill.protocols import Engine, PauseMode
 from tidemill.records import Float32Array, Int32Array
 from tidemill.sections import SyncConfig
-from tidemill.sync.outbox import Outbox
+from tidemill.sync.outbox import Outbox, Publication
 
 T = TypeVar("T")
 Score = Callable[[Int32Array], Awaitable[Float32Array]]
@@ -56,9 +56,10 @@ class Synchronizer:
         self._outbox = outbox
         self._score = score
         self._canary = canary
-        self._newest: WeightUpdate | None = None
+        self._newest: Publication | None = None
         self._reference: Float32Array | None = None
         self._bound = config.canary_max_gap
+        self._joined_gap = 0.0  # the widest of engines that came since the last publication
         self._turn = asyncio.Lock()  # a version is adopted by all engines there are, or by one that joins, never both
 
     async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
@@ -68,7 +69,8 @@ class Synchronizer:
 
         Returns:
             `time/sync_export`, `time/sync_adopt`, `time/sync_canary` in seconds, `sync/bytes`, and
-            `sync/canary_gap`, the widest mean gap of any engine; and what the transport adds.
+            `sync/canary_gap`, the widest mean gap of any engine, those that joined since the last publication included;
+            and what the transport adds.
 
         Raises:
             SyncError: no room, an engine that refused the weights, or a gap above the bound.
@@ -85,15 +87,17 @@ class Synchronizer:
             async with self._deadline(f"export version {version}"):
                 publication = await self._outbox.write(version)
         with timings.phase("sync_adopt"):
-            update = await self._adopt(publication.update, self._engines, mode, f"adopt version {version}")
-        outdated, self._newest, self._reference = self._newest, update, None
+            publication = await self._adopt(publication, self._engines, mode, f"adopt version {version}")
+        update = publication.update
+        outdated, self._newest, self._reference = self._newest, publication, None
         with timings.phase("sync_canary"):
             gap = await self._check_canary(self._engines)
         if not self._calibrated and self._bound is not None and self._engines:
             self._bound, self._calibrated = min(self._bound, NOISE_FLOOR + NOISE_FACTOR * gap), True
-        if outdated is not None and outdated.path != update.path:
-            self._outbox.retire(outdated)
-        facts = {"sync/bytes": float(update.nbytes), "sync/canary_gap": gap}
+        if outdated is not None and outdated.update.path != update.path:
+            self._outbox.retire(outdated.update)
+        widest, self._joined_gap = max(gap, self._joined_gap), 0.0
+        facts = {"sync/bytes": float(update.nbytes), "sync/canary_gap": widest}
         return {**timings.metrics(), **facts, **publication.metrics}
 
     async def late_join(self, name: str, engine: Engine, mode: PauseMode = "keep") -> None:
@@ -108,9 +112,9 @@ class Synchronizer:
         async with self._turn:
             joining = {name: engine}
             if self._newest is not None:
-                what = f"adopt version {self._newest.version} late"
+                what = f"adopt version {self._newest.update.version} late"
                 self._newest = await self._adopt(self._newest, joining, mode, what)
-                await self._check_canary(joining)
+                self._joined_gap = max(self._joined_gap, await self._check_canary(joining))
             if name in self._lost:
                 raise self._lost.pop(name)
             self._engines[name] = engine
@@ -129,18 +133,19 @@ class Synchronizer:
         self._outbox.close()
 
     async def _adopt(
-        self, update: WeightUpdate, engines: dict[str, Engine], mode: PauseMode, what: str
-    ) -> WeightUpdate:
-        """Have engines adopt a version; returns what they adopted: a snapshot where `update` had come to harm."""
+        self, publication: Publication, engines: dict[str, Engine], mode: PauseMode, what: str
+    ) -> Publication:
+        """Have engines adopt a version; returns what they adopted: a snapshot where the other had come to harm."""
+        update = publication.update
         try:
             await self._all(engines, lambda engine: engine.update_weights(update, mode), what)
         except ChainError as error:
             LOG.warning("%s; publishing version %d as a snapshot", error, update.version)
         else:
-            return update
+            return publication
         async with self._deadline(f"publish version {update.version} as a snapshot"):
-            snapshot = (await self._outbox.snapshot()).update
-        await self._all(engines, lambda engine: engine.update_weights(snapshot, mode), what)
+            snapshot = await self._outbox.snapshot()
+        await self._all(engines, lambda engine: engine.update_weights(snapshot.update, mode), what)
         return snapshot
 
     async def _all(self, engines: dict[str, Engine], call: Callable[[Engine], Awaitable[T]], what: str) -> dict[str, T]:

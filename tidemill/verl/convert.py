@@ -121,7 +121,7 @@ def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
     elif isinstance(rule, Part):
         if not fits(rule, value) and (value is not None or key in DEFAULTS):
             done.refused[shown] = f"only {allowed(rule)}"
-    elif value is not None:
+    elif value is not None or key in DEFAULTS.keys() - REQUIRED.keys():
         become(done, rule, shown, value)
 
 
@@ -145,6 +145,9 @@ def fits(rule: Part, value: Any) -> bool:
 
 def become(done: Conversion, rule: Becomes, shown: str, value: Any) -> None:
     """Take over a setting that has a counterpart."""
+    if value is None:
+        done.refused[shown] = "only a value, which verl has by default"
+        return
     try:
         converted = rule.convert(value)
     except ValueError as error:
@@ -166,13 +169,15 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
         "trainer.ranks": known["trainer.nnodes"] * known["trainer.n_gpus_per_node"],
         "algorithm.kl_coef": known[f"{actor}kl_loss_coef"] if known[f"{actor}use_kl_loss"] else 0.0,
     }
+    batches = done.ours.get("asynchrony.require_batches", 1)
     if warmup := done.ours.get("trainer.warmup_steps"):  # verl counts steps of the trainer, we count optimizer steps
-        ours["trainer.warmup_steps"] = warmup * done.ours.get("asynchrony.require_batches", 1)
-    if threshold > 0:
+        ours["trainer.warmup_steps"] = warmup * batches
+    per_version = known[f"{actor}ppo_mini_batch_size"] * batches * known["async_training.trigger_parameter_sync_step"]
+    if threshold * per_version + 1e-9 >= 1:
         ours["asynchrony.partial_rollout"] = partial
     else:
         done.left_out[f"async_training.partial_rollout = {partial}"] = (
-            "with staleness_threshold 0 no group is in flight at a weight sync"
+            f"staleness_threshold adds no group to the {per_version} of a version: none is in flight at a weight sync"
         )
     if known.get(f"{rollout}standalone_gpu_memory_utilization") is not None:
         ours["rollout.gpu_memory_utilization"] = known[f"{rollout}standalone_gpu_memory_utilization"]
@@ -182,7 +187,7 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
 def old_log_probs(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
     """What the ratio is taken to; verl computes old log-probs itself unless it bypasses that, and may weight tokens."""
     correction = "algorithm.rollout_correction."
-    bypassed = known.get(f"{correction}bypass_mode") is not False
+    bypassed = bool(known.get(f"{correction}bypass_mode", True))
     computed = not bypassed or known.get("async_training.compute_prox_log_prob") is True
     weighting, cap = known.get(f"{correction}rollout_is"), known.get(f"{correction}rollout_is_threshold")
     if weighting and not computed:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill.errors import ConfigError
+from tidemill.verl.overrides import overrides
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -23,8 +24,10 @@ BRACED = re.compile(r"([A-Za-z_]\w*|\d+)(?:(:?[-=?])(.*))?", re.DOTALL)
 ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 ARGUMENTS = re.compile(r'"?\$(?:[@*]|\{[@*](?::\d+)?\})"?')
 DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
-CONFIGS = ("fully_async_ppo_trainer", "fully_async_ppo_trainer.yaml")
-OPTIONS = {"--config-name": CONFIGS, "-cn": CONFIGS, "--config-path": ("config",), "-cp": ("config",)}
+OPTIONS = {
+    **dict.fromkeys(("--config-name", "-cn"), re.compile(r"fully_async_ppo_trainer(?:\.yaml)?")),
+    **dict.fromkeys(("--config-path", "-cp"), re.compile(r"(?:.*fully_async_policy/)?config/?")),
+}
 OPENERS, CLOSERS = {"if", "for", "while", "until", "case", "{"}, {"fi", "done", "esac", "}"}
 FILLERS = {"then", "else", "do", "export", "declare", "local", "readonly"}
 # Blanks out of a variable that stands without quotes: they part words of a command, but not of an assignment.
@@ -73,6 +76,10 @@ class Word:
         """What the shell makes of it where words are not parted."""
         return self.text.translate(UNMARKED) if isinstance(self.text, str) else self.text
 
+    def unquoted(self) -> Word:
+        """The same without quotes, so that its blanks part it."""
+        return Word(self.raw, self.text.translate(MARKED) if isinstance(self.text, str) else self.text)
+
     def parted(self) -> list[Word]:
         """The words that the shell makes of it in a command; none of a variable that is empty."""
         if isinstance(self.text, Unknown) or (self.text and not set(MARKS) & set(self.text)):
@@ -92,13 +99,31 @@ def read_settings(script: str, arguments: Sequence[str], environment: Mapping[st
     """The settings of the one verl command in a script, in order; of a key given twice the last value.
 
     Args:
-        script: text of the script.
+        script: text of the script, or of a file of settings in YAML, see `overrides`.
         arguments: of the script: further settings, which stand last.
         environment: variables that the script starts with.
 
     Raises:
         ConfigError: there is no such command, there are several, or it has words that are no settings.
     """
+    given = overrides(script)
+    words = [Word(setting, setting) for setting in given] if given else the_command(script, environment)
+    settings: dict[str, Text] = {}
+    for word in [*words, *(Word(argument, argument) for argument in arguments)]:
+        match = word.setting
+        if match is None or (match[1] == "~") == bool(match[3]):
+            fix = (
+                f"{word.text.why}. Write it out." if isinstance(word.text, Unknown) else "Only settings are converted."
+            )
+            raise ConfigError("SCRIPT", word.raw, "key.path=value or ~key.path", fix)
+        settings.pop(match[2], None)
+        if match[3]:
+            settings[match[2]] = word.text if isinstance(word.text, Unknown) else word.text.partition("=")[2]
+    return settings
+
+
+def the_command(script: str, environment: Mapping[str, str]) -> list[Word]:
+    """The words of the one command of a script that has settings."""
     reader = Reader(script, environment)
     commands = [command for command in map(reader.run, reader.commands()) if command]
     if len(commands) != 1:
@@ -110,18 +135,7 @@ def read_settings(script: str, arguments: Sequence[str], environment: Mapping[st
             "one command of the form `python -m verl... key=value ...`",
             several if commands else none,
         )
-    settings: dict[str, Text] = {}
-    for word in [*commands[0], *(Word(argument, argument) for argument in arguments)]:
-        match = word.setting
-        if match is None or (match[1] == "~") == bool(match[3]):
-            fix = (
-                f"{word.text.why}. Write it out." if isinstance(word.text, Unknown) else "Only settings are converted."
-            )
-            raise ConfigError("SCRIPT", word.raw, "key.path=value or ~key.path", fix)
-        settings.pop(match[2], None)
-        if match[3]:
-            settings[match[2]] = word.text if isinstance(word.text, Unknown) else word.text.partition("=")[2]
-    return settings
+    return commands[0]
 
 
 def launched(command: list[Word]) -> list[Word]:
@@ -150,10 +164,12 @@ def check_option(option: str, word: Word) -> None:
     Raises:
         ConfigError: they come from another file of verl, or from somebody else's.
     """
-    value = word.text.rpartition("=")[2] if isinstance(word.text, str) else word.text.why
-    if value not in OPTIONS[option]:
+    value = word.text if isinstance(word.text, str) else word.raw.strip("\"'")
+    value = value.removeprefix(f"{option}=")
+    if not OPTIONS[option].fullmatch(value):
         fix = "Write the settings of that file into the script. The trainer is data-parallel (FSDP), not megatron."
-        raise ConfigError("SCRIPT", f"{option}={value}", f"{OPTIONS[option][0]}, whose defaults are known here", fix)
+        allowed = "verl's config/fully_async_ppo_trainer.yaml, whose defaults are known here"
+        raise ConfigError("SCRIPT", f"{option}={value}", allowed, fix)
 
 
 def is_dotted(word: Word) -> bool:
@@ -191,7 +207,11 @@ class Reader:
         if array is None:
             return word.parted()
         elements = self.arrays.get(array[1], Unknown(f"{array[1]} is no array of the script"))
-        return [Word(word.raw, elements)] if isinstance(elements, Unknown) else elements
+        if isinstance(elements, Unknown):
+            return [Word(word.raw, elements)]
+        if word.raw.startswith('"'):
+            return elements
+        return [part for element in elements for part in element.unquoted().parted()]
 
     def assign(self, word: Word) -> None:
         """Set a variable or an array; under a condition nobody knows whether."""
@@ -275,7 +295,6 @@ class Reader:
                 word.add(self.script[start : self.at], unescaped(self.script[start + 1 : self.at], quoted))
             elif character in "$`":
                 text = self.expansion(quoted)
-                text = text if quoted or isinstance(text, Unknown) else text.translate(MARKED)
                 word.add(self.script[start : self.at], text)
             elif not quoted and character == "~" and self.is_home(word):
                 self.at += 1
@@ -287,7 +306,7 @@ class Reader:
                 break
             else:
                 self.at += 1
-                word.add(character, character)
+                word.add(character, character if quoted else character.translate(MARKED))
         if quoted:
             raise ConfigError("SCRIPT", word.raw[:60], "text with a closing quote", "Mend the script.")
         return word
@@ -322,10 +341,12 @@ class Reader:
         return end + 1
 
     def expansion(self, quoted: bool) -> Text:
-        """What stands for the `$...` or the backquotes that begin here."""
+        """What stands for the `$...` or the backquotes that begin here; see `Word.text`."""
         start = self.at
         if self.script[start] == "`":
             self.at = self.closing("`", start + 1)
+            if re.fullmatch(r"\s*#.*", self.script[start + 1 : self.at - 1]):
+                return ""  # a comment among continued lines
             return Unknown(f"{self.script[start : self.at]} is the output of a command")
         if self.script.startswith("$(", start):
             self.at = self.balanced(start + 1, "()")
@@ -341,7 +362,7 @@ class Reader:
             self.at = start + 2
             return Unknown(f"{self.script[start : self.at]} is known to the shell only")
         self.at = name.end()
-        return self.variable(name[0])
+        return partible(self.variable(name[0]), quoted)
 
     def balanced(self, start: int, pair: str) -> int:
         """Just behind the bracket that closes the one at `start`."""
@@ -364,23 +385,23 @@ class Reader:
         name, mark = match[1], match[2] or ""
         value = self.variables.get(name)
         if value is not None and not (value == "" and mark.startswith(":")):
-            return value
+            return partible(value, quoted)
         if mark[-1:] in ("", "?"):
             return self.variable(name)
-        value = self.meaning(match[3], quoted)
+        word = self.meaning(match[3], quoted)
         if mark.endswith("="):
-            self.variables[name] = value
-        return value
+            self.variables[name] = word.whole
+        return word.text
 
-    def meaning(self, text: str, quoted: bool) -> Text:
+    def meaning(self, text: str, quoted: bool) -> Word:
         """What a text means, between double quotes or not, with the variables of now."""
         reader = Reader(f'"{text.strip(chr(34))}"' if quoted else text, {})
         reader.variables = self.variables
-        return reader.word(everything=True).whole
+        return reader.word(everything=True)
 
     def arithmetic(self, inner: str) -> Text:
         """An integer expression; `/` cuts towards zero."""
-        meaning = self.meaning(inner, True) if "$" in inner else inner
+        meaning = self.meaning(inner, True).text if "$" in inner else inner
         if isinstance(meaning, Unknown):
             return meaning
         try:
@@ -402,6 +423,11 @@ class Reader:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
         raise ValueError(ast.dump(node))
+
+
+def partible(text: Text, quoted: bool) -> Text:
+    """The value of a variable, whose blanks part words unless it stands between double quotes."""
+    return text if quoted or isinstance(text, Unknown) else text.translate(MARKED)
 
 
 def unescaped(text: str, quoted: bool) -> str:
