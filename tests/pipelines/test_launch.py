@@ -177,6 +177,18 @@ def test_program_is_named_as_it_was_called(monkeypatch: pytest.MonkeyPatch, tmp_
     assert program() == ".venv/bin/tidemill"
 
 
+def test_program_that_is_no_file_is_named_beside_one_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed = tmp_path / "tidemill"
+    installed.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(installed)])
+    assert program() == "tidemill"
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert program() == "-c"
+
+
 @pytest.fixture
 def screen() -> Console:
     return Console(file=io.StringIO(), width=200)

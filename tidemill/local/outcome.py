@@ -112,7 +112,7 @@ def program() -> str:
     if called.suffix == ".py":
         return f"{shown(Path(sys.executable))} -m tidemill.cli"
     found = shutil.which("tidemill")
-    return "tidemill" if found and Path(found).samefile(called) else str(shown(called))
+    return "tidemill" if found and called.exists() and Path(found).samefile(called) else str(shown(called))
 
 
 def elsewhere(config: RunConfig) -> str:
