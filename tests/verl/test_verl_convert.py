@@ -15,7 +15,8 @@ from tidemill.config import RunConfig, fields
 from tidemill.errors import ConfigError
 from tidemill.run_file import parse_config
 from tidemill.verl.convert import convert
-from tidemill.verl.rules import DEFAULTS, PREFIXES, RULES, Becomes, LeftOut, Never, Only, Part, rule_of
+from tidemill.verl.rule import Becomes, LeftOut, Never, Only, Part
+from tidemill.verl.rules import DEFAULTS, PREFIXES, RULES, rule_of
 
 SCRIPT = Path(__file__).with_name("math_7b_async.sh")
 PAGE = Path(__file__).parents[2] / "docs/from_verl.md"

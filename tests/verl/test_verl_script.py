@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.errors import ConfigError
-from tidemill.verl.script import Text, Unknown, read_settings
+from tidemill.verl.script import read_settings
+from tidemill.verl.word import Text, Unknown
 
 
 def value(line: str, before: str = "", **environment: str) -> Text:

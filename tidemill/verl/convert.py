@@ -12,8 +12,10 @@ import yaml
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.run_file import parse_config
-from tidemill.verl.rules import DEFAULTS, Becomes, LeftOut, Never, Only, Part, rule_of
-from tidemill.verl.script import Text, Unknown, read_settings
+from tidemill.verl.rule import Becomes, LeftOut, Never, Only, Part
+from tidemill.verl.rules import DEFAULTS, rule_of
+from tidemill.verl.script import read_settings
+from tidemill.verl.word import Text, Unknown
 
 REQUIRED = {
     "actor_rollout_ref.model.path": "not given, and needed",
