@@ -70,8 +70,9 @@ class RewardConfig(Section):
     """One reward function; a rollout's reward is the weighted sum of all of them."""
 
     function: str
-    """`exact_number` (the first number in the response against the answer), `math_verify`, `reasoning_gym`, or an
-    import path `package.module:function`."""
+    """`exact_number` (the first number in the response against the answer), `math_verify`, `reasoning_gym`, `overlong`
+    (soft punishment of long responses, with the options `budget`, `buffer` and `penalty`), or an import path
+    `package.module:function`."""
     weight: Number = 1.0
     """Factor in the sum."""
     timeout_s: Seconds = 10.0

@@ -47,6 +47,11 @@ SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, Non
             r"rewards.0.options = \{'bonus': 1\}: .*unexpected .* 'bonus'",
         ),
         (["rewards.0.options={answer: 1}"], r"rewards.0.options = .*'answer'"),
+        (["rewards.0.function=overlong", "rewards.0.options={budget: 8}"], r"options = .*missing .* 'buffer'"),
+        (
+            ["rewards.0.function=overlong", "rewards.0.options={budget: 8, buffer: 9}"],
+            r"rewards.0.options = \{.*\}: .*0 < buffer <= budget.*buffer = 9",
+        ),
         (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
         (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
     ],

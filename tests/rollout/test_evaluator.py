@@ -20,6 +20,20 @@ def held_out(count: int = 6, **config: Any) -> PromptSet:
     return PromptSet(rows, CharTokenizer(), DataConfig(train="x.jsonl", **config), seed=0)
 
 
+async def test_rewards_are_told_how_many_tokens_an_answer_has() -> None:
+    seen: list[int] = []
+
+    class Spy(LengthReward):
+        async def score(self, prompt: Any, responses: Any) -> Any:
+            seen.extend(response.tokens for response in responses)
+            return await super().score(prompt, responses)
+
+    rig = Rig(held_out=held_out(), rewards=Spy())
+    evaluation = await rig.rollouter.evaluate(0)
+    assert seen
+    assert sorted(seen) == sorted(len(answer.response) for answer in evaluation.answers)  # one character a token
+
+
 async def test_an_evaluation_is_greedy_in_the_order_of_the_data_and_carries_its_version() -> None:
     rig = Rig(held_out=held_out(), engines=[FakeEngine(), FakeEngine()])
     evaluation = await rig.rollouter.evaluate(0)

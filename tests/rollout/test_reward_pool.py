@@ -19,6 +19,7 @@ from tidemill.actors.rollouter import reward_workers
 from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Prompt
 from tidemill.rollout.reward_pool import RewardPool
+from tidemill.rollout.rewards import Response
 from tidemill.sections import RewardConfig
 
 MINE = """
@@ -26,6 +27,7 @@ import os, time
 started = time.monotonic()
 def length(response, *, prompt, answer, extra, factor=1): return factor * len(response)
 def parts(response, *, prompt, answer, extra): return {"a": 1.0, "b": float(answer) + extra["level"]}
+def tokens(response, **row): return float(response.tokens)
 def process(response, **row): return float(os.getpid())
 def slow(response, **row):
     if response == "hang":
@@ -74,6 +76,13 @@ async def test_the_reward_is_the_weighted_sum_and_its_parts_have_names(pool: Cal
         scores = await rewards.score(prompt(), ["2", "no"])
     assert scores[0][1] == {"exact_number": 1.0, "length": 10.0, "length-2": 1.0, "parts/a": 1.0, "parts/b": 6.0}
     assert [total for total, _ in scores] == [1 + 5 + 1 + 7, 0 + 10 + 2 + 7]
+
+
+async def test_a_function_is_told_how_many_tokens_a_response_has(pool: Callable[..., Any]) -> None:
+    long = RewardConfig(function="overlong", options={"budget": 4, "buffer": 2})
+    async with pool("mine:tokens", long) as rewards:
+        scores = await rewards.score(prompt(), [Response("a", 2), Response("b c d", 4)])
+    assert [parts for _, parts in scores] == [{"tokens": 2.0, "overlong": 0.0}, {"tokens": 4.0, "overlong": -1.0}]
 
 
 async def test_rewards_run_in_other_processes(pool: Callable[..., Any]) -> None:

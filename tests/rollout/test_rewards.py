@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tidemill.errors import RewardError
-from tidemill.rollout.rewards import BUILT_IN, as_parts, resolve
+from tidemill.rollout.rewards import BUILT_IN, Response, as_parts, overlong, resolve
 from tidemill.rollout.sources import load_rows
 from tidemill.sections import DataConfig
 
@@ -93,6 +93,27 @@ def test_a_function_that_cannot_be_had_is_refused(name: str, message: str) -> No
 def test_what_is_no_finite_number_is_refused_with_function_and_value(value: Any) -> None:
     with pytest.raises(RewardError, match=r"reward 'mine(/a)?' returned"):
         as_parts("mine", value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(0, 0.0), (96, 0.0), (97, -0.125), (100, -0.5), (104, -1.0), (108, -1.5)]
+)
+def test_long_responses_are_punished_from_the_buffer_on(tokens: int, expected: float) -> None:
+    response = Response("x", tokens)
+    assert BUILT_IN["overlong"](response, prompt="", answer=None, extra={}, budget=104, buffer=8) == expected
+    twice = BUILT_IN["overlong"](response, prompt="", answer=None, extra={}, budget=104, buffer=8, penalty=2.0)
+    assert twice == 2 * expected
+
+
+@pytest.mark.parametrize(("budget", "buffer"), [(8, 0), (8, -1), (8, 9), (0, 0)])
+def test_a_buffer_that_does_not_fit_into_the_budget_is_refused(budget: int, buffer: int) -> None:
+    with pytest.raises(RewardError, match=f"buffer = {buffer} is to be a number of tokens from 1 to budget = {budget}"):
+        overlong(Response("x", 1), prompt="", answer=None, extra={}, budget=budget, buffer=buffer)
+
+
+def test_a_response_is_a_text() -> None:
+    response = Response("seven", 2)
+    assert (response, response.tokens, type(str(response))) == ("seven", 2, str)
 
 
 def test_numbers_of_any_kind_and_mappings_of_them_are_rewards() -> None:

@@ -16,6 +16,7 @@ from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
 from tidemill.rollout import flights
 from tidemill.rollout import rollouter as rollouter_module
+from tidemill.rollout.rewards import Response
 
 
 async def settle(condition: Any, timeout_s: float = 5.0) -> None:
@@ -463,7 +464,7 @@ async def test_groups_go_to_the_least_loaded_engine() -> None:
 
 
 async def test_rewards_see_the_decoded_response_and_the_row() -> None:
-    seen: list[tuple[Prompt, list[str]]] = []
+    seen: list[tuple[Prompt, list[Response]]] = []
 
     class Spy(LengthReward):
         async def score(self, prompt: Prompt, responses: Any) -> Any:
@@ -476,3 +477,4 @@ async def test_rewards_see_the_decoded_response_and_the_row() -> None:
     assert prompt.answer == str(prompt.row)
     group = next(group for group in rig.trained if group.uid == prompt.uid)
     assert [rollout.text for rollout in group.rollouts] == responses
+    assert [len(rollout.token_ids) for rollout in group.rollouts] == [response.tokens for response in responses]

@@ -99,7 +99,7 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("algorithm.rollout_correction.bypass_mode=maybe", "only True or False"),
         ("actor_rollout_ref.actor.use_rollout_log_probs=False", "bypass_mode=False"),
         ("algorithm.filter_groups.enable=True", "only False"),
-        ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "takes length into account"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=maybe", "only True or False"),
         ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "own config.json"),
         ("trainer.total_epochs=$(nproc)", "only running the script could tell"),
         ("trainer.nnodes=many", "only a number"),
@@ -180,11 +180,32 @@ def test_the_data_is_read_as_often_as_in_verl() -> None:
 
 @pytest.mark.parametrize("place", ["reward_model", "reward"])
 def test_rewards_are_read_where_earlier_and_later_versions_of_verl_have_them(place: str) -> None:
-    overlong = f"{place}.reward_kwargs.overlong_buffer_cfg"
-    assert config(f"{overlong}.enable=False", f"{overlong}.len=4096").rewards[0].function == "math_verify"
-    message = refusal(f"{overlong}.enable=True", "custom_reward_function.path=a.py")
-    assert f"{overlong}.enable = True: only False" in message
+    kwargs = f"{place}.reward_kwargs"
+    overlong = f"{kwargs}.overlong_buffer_cfg"
+    off = config(f"{overlong}.enable=False", f"{overlong}.len=4096")
+    assert [reward.function for reward in off.rewards] == ["math_verify"]
+    given = (f"{overlong}.len=4096", f"{overlong}.penalty_factor=0.5", f"{kwargs}.max_resp_len=8192")
+    on = config(f"{overlong}.enable=True", *given)
+    assert [reward.function for reward in on.rewards] == ["math_verify", "overlong"]
+    assert on.rewards[1].options == {"budget": 8192, "buffer": 4096, "penalty": 0.5}
+    message = refusal("custom_reward_function.path=a.py")
     assert "custom_reward_function.path = a.py: only None" in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("~reward.reward_kwargs.max_resp_len", "reward_kwargs.max_resp_len: not given, and needed"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=0", "len = 0: only from 1 to max_resp_len = 8192"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=9000", "len = 9000: only from 1 to max_resp_len = 8192"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=big", "only a number from 0 on"),
+    ],
+)
+def test_punishment_of_long_responses_is_converted_with_all_of_its_numbers_or_refused(setting: str, why: str) -> None:
+    kwargs = "reward.reward_kwargs"
+    numbers = ("enable=True", "len=4096", "penalty_factor=1.0")
+    given = [f"{kwargs}.max_resp_len=8192", *(f"{kwargs}.overlong_buffer_cfg.{number}" for number in numbers)]
+    assert why in refusal(*given, setting)
 
 
 @given(

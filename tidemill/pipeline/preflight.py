@@ -7,9 +7,10 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -17,9 +18,9 @@ import psutil
 from safetensors import safe_open
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, DataError, RunError
+from tidemill.errors import ConfigError, DataError, RewardError, RunError
 from tidemill.rollout.prompts import take
-from tidemill.rollout.rewards import resolve
+from tidemill.rollout.rewards import Response, overlong, resolve
 from tidemill.rollout.sources import Row, load_rows
 from tidemill.sections import RewardConfig
 from tidemill.store.checkpoint import has_checkpoints
@@ -98,6 +99,21 @@ def check_call(reward: RewardConfig, key: str) -> None:
     except TypeError as error:
         allowed = f"the keyword arguments of {reward.function} besides prompt, answer and extra"
         raise ConfigError(f"{key}.options", reward.options, allowed, f"Called with them: {error}.") from error
+    if reward.function == "overlong":
+        check_overlong(reward.options, f"{key}.options")
+
+
+def check_overlong(options: Mapping[str, Any], key: str) -> None:
+    """Refuse numbers that `overlong` cannot reckon with, which it says of any response.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    try:
+        overlong(Response("", 0), prompt="", answer=None, extra={}, **options)
+    except (RewardError, TypeError) as error:
+        allowed = "budget and buffer in tokens, 0 < buffer <= budget, and a number as penalty"
+        raise ConfigError(key, dict(options), allowed, f"{error}.") from error
 
 
 def check_answers(rows: Sequence[Row], answer_key: str, source: str, function: str) -> None:

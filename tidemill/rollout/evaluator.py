@@ -13,6 +13,7 @@ from tidemill.records import Completion, Prompt
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.flights import Decode, Scorer, abort_request
 from tidemill.rollout.prompts import PromptSet
+from tidemill.rollout.rewards import Response
 
 PRIORITY = -1  # before rollouts, since a weight sync may wait for the score
 
@@ -81,7 +82,7 @@ class Evaluator:
             check_version(prompt, completion, version)
             text = self._decode(completion.token_ids)
             try:
-                [(reward, _)] = await self._rewards.score(prompt, [text])
+                [(reward, _)] = await self._rewards.score(prompt, [Response(text, len(completion.token_ids))])
             except RewardError as error:
                 return error
             return Answer(prompt.text, text, prompt.answer, reward)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from tidemill.errors import EngineError
 from tidemill.protocols import Engine
 from tidemill.records import Completion, Int32Array, Prompt
+from tidemill.rollout.rewards import Response
 
 LOG = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ Decode = Callable[[Int32Array], str]
 class Scorer(Protocol):
     """What scores the responses to a prompt: `reward_pool.RewardPool`."""
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Sequence[tuple[float, Mapping[str, float]]]:
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Sequence[tuple[float, Mapping[str, float]]]:
         """Total and parts for every response, in order.
 
         Raises:

@@ -15,6 +15,7 @@ from tidemill.rollout.activity import Clock, IdleMeter
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import FlightFailure
 from tidemill.rollout.flights import Decode, Flight, Scorer, give_up, group_seed, tokens_of
+from tidemill.rollout.rewards import Response
 
 
 class Producer:
@@ -73,10 +74,11 @@ class Producer:
             FlightFailure: "reward_timeout" or "reward_error".
         """
         texts = [self._decode(completion.token_ids) for completion in completions]
+        responses = [Response(text, len(c.token_ids)) for text, c in zip(texts, completions, strict=True)]
         try:
             # The pool has its own deadlines; this one is for workers that do not even start.
             async with asyncio.timeout(self._config.group_timeout_s):
-                scores = await self._rewards.score(flight.prompt, texts)
+                scores = await self._rewards.score(flight.prompt, responses)
         except (TimeoutError, RewardTimeoutError) as error:
             raise FlightFailure("reward_timeout") from error
         except RewardError as error:

@@ -19,6 +19,7 @@ from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Prompt
 from tidemill.rollout import reward_worker
 from tidemill.rollout.prompts import columns_of
+from tidemill.rollout.rewards import Response
 from tidemill.sections import RewardConfig
 
 START_TIMEOUT_S = 180.0
@@ -68,7 +69,7 @@ class RewardPool:
         if message is not None:
             raise RewardError(message)
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
         """Total and parts for every response, in order. Cancelling the call kills the workers that run it.
 
         Raises:
@@ -93,7 +94,7 @@ class RewardPool:
             raise RewardError(f"reward workers did not stop within {CLOSE_TIMEOUT_S:g} s") from error
 
     async def _call(
-        self, label: str, reward: RewardConfig, prompt: Prompt, responses: Sequence[str]
+        self, label: str, reward: RewardConfig, prompt: Prompt, responses: Sequence[Response]
     ) -> tuple[Mapping[str, float], ...]:
         call = reward_worker.Call(reward.function, label, reward.options, columns_of(prompt), tuple(responses))
         future = self._active().schedule(reward_worker.score, args=(call,), timeout=reward.timeout_s)

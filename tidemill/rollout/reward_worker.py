@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemill.errors import RewardError
-from tidemill.rollout.rewards import as_parts, resolve
+from tidemill.rollout.rewards import Response, as_parts, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Call:
     label: str
     options: Mapping[str, Any]
     columns: Mapping[str, Any]
-    responses: Sequence[str]
+    responses: Sequence[Response]
 
 
 @dataclass(frozen=True, slots=True)

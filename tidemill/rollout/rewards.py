@@ -5,8 +5,9 @@ A reward function has the signature
     def reward(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any], **options)
         -> float | Mapping[str, float]
 
-`prompt` is what the user asked, `answer` the reference answer, `extra` the row's other columns, `options` come from
-the config. A mapping reports parts under their own names; the value of the function is then their sum.
+`response` is a `Response`, which also says how many tokens it has, `prompt` is what the user asked, `answer` the
+reference answer, `extra` the row's other columns, `options` come from the config. A mapping reports parts under their
+own names; the value of the function is then their sum.
 
 Reward worker processes import this module, so it needs the standard library only.
 """
@@ -20,7 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 from tidemill.errors import RewardError
 
@@ -29,6 +30,25 @@ Reward = Callable[..., "float | Mapping[str, float]"]
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 PART_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what a metric's name may hold everywhere
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class Response(str):
+    """The text of a response, as reward functions get it.
+
+    Attributes:
+        tokens: how many were sampled for it, that which ends it included.
+    """
+
+    tokens: int
+
+    def __new__(cls, text: str, tokens: int) -> Self:
+        """A response of so many tokens."""
+        response = super().__new__(cls, text)
+        response.tokens = tokens
+        return response
+
+    def __reduce__(self) -> tuple[type[Response], tuple[str, int]]:  # on its way to the worker
+        return type(self), (str(self), self.tokens)
 
 
 def exact_number(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
@@ -69,10 +89,32 @@ def reasoning_gym(response: str, *, prompt: str, answer: str | None, extra: Mapp
     return float(task_scorer(entry["metadata"]["source_dataset"])(text, entry))
 
 
+def overlong(
+    response: Response,
+    *,
+    prompt: str,
+    answer: str | None,
+    extra: Mapping[str, Any],
+    budget: int,
+    buffer: int,
+    penalty: float = 1.0,
+) -> float:
+    """Soft punishment of long responses: 0 up to `budget - buffer` tokens, from there linear to `-penalty` at `budget`.
+
+    Yu et al. 2025 (DAPO, arXiv:2503.14476), equation 13; beyond `budget`, which `rollout.max_new_tokens` may allow, it
+    grows on, as in verl.
+    """
+    del prompt, answer, extra
+    if not 0 < buffer <= budget:
+        raise RewardError(f"overlong: buffer = {buffer} is to be a number of tokens from 1 to budget = {budget}")
+    return min(0.0, penalty * (budget - buffer - response.tokens) / buffer)
+
+
 BUILT_IN: Mapping[str, Reward] = {
     "exact_number": exact_number,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
+    "overlong": overlong,
 }
 LIBRARIES = {"math_verify": ("math_verify", "math-verify"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
 

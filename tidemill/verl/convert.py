@@ -22,6 +22,7 @@ REQUIRED = {
     "data.train_files": "not given, and needed",
     "rollout.total_rollout_steps": "needed as a number: prompts times epochs, if it is to be all of them",
 }
+REWARD_PLACES = ("reward_model.", "reward.")  # of earlier and of later versions
 ANSWER = "reward_model.ground_truth"  # where verl's files keep the reference answer
 LOOK_AT = (
     "rewards: verl chooses by data_source; math_verify stands here. Name your functions.",
@@ -38,11 +39,13 @@ class Conversion:
         ours: value by our dotted key.
         left_out: reason by `key = value` of verl.
         refused: reason by `key = value` of verl.
+        rewards: functions, each with its options.
     """
 
     ours: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    rewards: list[dict[str, Any]] = field(default_factory=lambda: [{"function": "math_verify"}])
 
     def yaml(self) -> str:
         """A run file that says above what was left out and what to look at.
@@ -55,7 +58,7 @@ class Conversion:
             section, _, name = key.rpartition(".")
             (tree.setdefault(section, {}) if section else tree)[name] = value
         tree["data"]["answer_key"] = ANSWER
-        tree["rewards"] = [{"function": "math_verify"}]
+        tree["rewards"] = self.rewards
         ordered = {name: tree[name] for name in RunConfig.model_fields if name in tree}
         text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)
         parse_config(text)
@@ -91,6 +94,8 @@ def convert(script: str, arguments: Sequence[str], environment: Mapping[str, str
     done.refused |= {key: why for key, why in REQUIRED.items() if known.get(key) is None}
     if not done.refused:
         done.ours |= combined(done, known)
+        for place in REWARD_PLACES:
+            punish_overlong(done, known, f"{place}reward_kwargs.")
     if done.refused:
         lines = "".join(f"\n  {setting}: {why}" for setting, why in done.refused.items())
         fix = "Change them in the script, or behind its name: KEY=VALUE replaces, ~KEY takes out."
@@ -184,6 +189,25 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
     if known.get(f"{rollout}standalone_gpu_memory_utilization") is not None:
         ours["rollout.gpu_memory_utilization"] = known[f"{rollout}standalone_gpu_memory_utilization"]
     return ours | old_log_probs(done, known)
+
+
+def punish_overlong(done: Conversion, known: Mapping[str, Any], place: str) -> None:
+    """DAPO's punishment of long responses, where it is on; its settings stand below `place`."""
+    parts = {
+        "budget": f"{place}max_resp_len",
+        "buffer": f"{place}overlong_buffer_cfg.len",
+        "penalty": f"{place}overlong_buffer_cfg.penalty_factor",
+    }
+    given = {name: known[key] for name, key in parts.items() if known.get(key) is not None}
+    if not known.get(f"{place}overlong_buffer_cfg.enable"):
+        off = "without overlong_buffer_cfg.enable it says nothing"
+        done.left_out |= {f"{parts[name]} = {value}": off for name, value in given.items()}
+        return
+    missing = [key for name, key in parts.items() if name not in given]
+    done.refused |= dict.fromkeys(missing, "not given, and needed with overlong_buffer_cfg.enable")
+    if {"budget", "buffer"} <= given.keys() and not 0 < given["buffer"] <= given["budget"]:
+        done.refused[f"{parts['buffer']} = {given['buffer']}"] = f"only from 1 to max_resp_len = {given['budget']}"
+    done.rewards.append({"function": "overlong", "options": given})
 
 
 def old_log_probs(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ LOADER = "prompts are read, rendered and shuffled without a loader of verl's kin
 SYNC = "one host shares memory: sync.transport"
 
 KERNELS = "kernels of verl's trainer, which change no result"
-OVERLONG = "without the overlong buffer it says nothing"
+OVERLONG = "rewards.N.options"
 CLIPPED = "the loss is the clipped surrogate"
 TEMPLATE = "prompts are rendered by the chat template that comes with the model: change it there"
 ROWS = "prompts are the rows of a file, text only"
@@ -40,13 +40,11 @@ RECOMPUTED = "take it out; algorithm.rollout_correction.bypass_mode=False has ol
 
 OWN_REWARD = "name a function `package.module:function` in `rewards` yourself"
 REWARD_KWARGS: Mapping[str, Rule] = {
-    "reward_kwargs.overlong_buffer_cfg.enable": Only(
-        (False,), "there is no such penalty: write a function that takes length into account"
-    ),
-    "reward_kwargs.overlong_buffer_cfg.len": LeftOut(OVERLONG),
-    "reward_kwargs.overlong_buffer_cfg.penalty_factor": LeftOut(OVERLONG),
-    "reward_kwargs.overlong_buffer_cfg.log": LeftOut(OVERLONG),
-    "reward_kwargs.max_resp_len": LeftOut(OVERLONG),
+    "reward_kwargs.overlong_buffer_cfg.enable": Part(OVERLONG, FLAG),
+    "reward_kwargs.overlong_buffer_cfg.len": Part(OVERLONG),
+    "reward_kwargs.overlong_buffer_cfg.penalty_factor": Part(OVERLONG, NUMBER),
+    "reward_kwargs.overlong_buffer_cfg.log": LeftOut("every function of `rewards` has a metric of its own"),
+    "reward_kwargs.max_resp_len": Part(OVERLONG),
     "sandbox_fusion.url": Only((None,), "reward functions call no sandbox: write one that does"),
 }
 OWN_FUNCTION: Mapping[str, Rule] = {
