@@ -36,6 +36,8 @@ from tidemill.sections import (
     TrainerConfig,
 )
 
+REWARD_METRICS = ("mean", "std_in_group")
+
 
 class RunConfig(Section):
     """A run, from prompts to a registered model."""
@@ -162,6 +164,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from interruptions(config)
     yield from decoupled(config)
     yield from held_out(config)
+    yield from reward_names(config)
     yield from on_kubernetes(config)
 
 
@@ -282,6 +285,18 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
     if config.registry.alias == "champion":
         fix = "That alias goes to a version that scores no less than the one which has it. Leave this out."
         yield ConfigError("registry.alias", "champion", "another name than champion", fix)
+
+
+def reward_names(config: RunConfig) -> Iterator[ConfigError]:
+    """Functions whose metric would have the name of another, `rollout/reward/NAME`."""
+    for place, reward in enumerate(config.rewards):
+        name = reward.function.rpartition(":")[2]
+        if name in REWARD_METRICS:
+            key = f"rewards.{place}.function"
+            allowed = (
+                f"a function of another name than {' and '.join(REWARD_METRICS)}, which are metrics of all rewards"
+            )
+            yield ConfigError(key, reward.function, allowed, "Rename it.")
 
 
 def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
