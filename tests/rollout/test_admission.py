@@ -220,3 +220,27 @@ class Run(RuleBasedStateMachine):
 
 Run.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
 test_any_interleaving = Run.TestCase
+
+
+def test_what_will_be_swept_keeps_its_place_among_the_last_of_a_run() -> None:
+    config = run_config(trainer={"steps": 3, "ppo_mini_batch_size": 1}, data={"epochs": None})
+    ledger = Ledger(None)
+    admission = Admission(config, 1, ledger, 0, Deferral(lambda uid: 0, 1, config))
+    for uid in range(2):
+        assert admission.next({}, 0.0) == uid
+        admission.start(uid)
+        ledger.queued(uid)
+        admission.queued[uid] = 0
+    ledger.dispatched(2)
+    ledger.queued(2)
+    admission.queued[2] = 0
+    for uid in range(2):
+        ledger.trained([uid])
+        del admission.queued[uid]
+        admission.begin_version(uid + 1, float(uid))
+    assert admission.too_old(0)
+    assert admission.capacity({}) > 0
+    assert admission.next({}, 3.0) is None  # not the occurrence after it
+    ledger.dropped(2, "stale")
+    del admission.queued[2]
+    assert admission.next({}, 3.0) == 2

@@ -60,11 +60,12 @@ class Admission:
         """The occurrence that may start beside the given ones; None if there is no room, or nothing left to start.
 
         It passes over fewer than the groups of a version, and over none for which the run would have no place left: the
-        run trains the occurrences that it would train in order.
+        run trains the occurrences that it would train in order. So what the queue will sweep for its age, and is to be
+        generated again, keeps its place here, unlike in `settled`.
         """
         if self.capacity(under_way) == 0:
             return None
-        places = self._wanted + self._uncounted - self.settled(under_way) - len(under_way)
+        places = max(0, self._wanted - self._ledger.trained_count - len(self.queued.keys() | set(under_way)))
         return self._deferral.choose(self._ledger.upcoming(min(self._per_version, places)), now)
 
     def start(self, uid: int) -> None:
