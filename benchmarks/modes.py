@@ -56,12 +56,6 @@ class Finished:
         syncs = sum(name == "sync" for activity in activities for name, _, _ in activity.phases)
         return cls(mode, done[-1].parent, Summary.read(done[-1]), overlap(activities), syncs)
 
-    @property
-    def groups(self) -> int:
-        """Trained, of whatever age."""
-        of_age = (count for name, count in self.summary.metrics.items() if name.startswith("staleness/groups_of_age/"))
-        return round(sum(of_age))
-
     def line(self) -> str:
         """A row of the table, as Markdown."""
         s = self.summary
@@ -73,7 +67,7 @@ class Finished:
             f"{s.trainer_idle or 0:.0%}, {s.rollouter_idle or 0:.0%}",
             f"{self.overlap:.0%}",
             f"{s.metrics['staleness/mean']:.2f}, {s.max_age}",
-            f"{s.metrics['staleness/stale_groups']:.0f} of {self.groups}",
+            f"{s.metrics['staleness/stale_groups']:.0f} of {s.metrics['groups/count']:.0f}",
             f"{s.metrics['staleness/partial_ratio']:.1%}, {s.metrics['staleness/partial_span_max']:.0f}",
             f"{s.metrics.get('rollout/wasted_tokens', 0):.0f}",
             ", ".join(f"{count} {reason}" for reason, count in s.dropped.items()) or "0",
