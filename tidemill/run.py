@@ -180,7 +180,8 @@ class Run:
 
     async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:
         """Bring the trainer's weights to the engines and score the policy that training starts from."""
-        await parts.fleet.publish(restart.position.version if restart else 0, "keep")
+        step, version = (restart.position.step, restart.position.version) if restart else (0, 0)
+        observer.synced(step, dict(await parts.fleet.publish(version, "keep")))
         if restart or self.config.data.held_out is None:
             return restart.held_out_before if restart else None
         observer.phase("score the held-out prompts before training")

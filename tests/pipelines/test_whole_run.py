@@ -187,6 +187,7 @@ def test_mlflow_holds_one_run_with_scores_and_answers(resumed: Resumed) -> None:
     [run] = client.search_runs([experiment.experiment_id])
     assert (run.info.run_id, run.info.status) == (resumed.summary.mlflow_run_id, "FINISHED")
     scored = {point.step for point in client.get_metric_history(run.info.run_id, "evaluation/score")}
+    assert client.get_metric_history(run.info.run_id, "sync/canary_gap")[0].step == 0  # before the first step
     assert scored >= {0, 10, 20, STEPS}
     tables = {Path(file.path).stem for file in client.list_artifacts(run.info.run_id, "answers")}
     assert tables >= {"000000", "000010", "000020", f"{STEPS:06d}"}

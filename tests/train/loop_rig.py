@@ -103,6 +103,9 @@ class Loop:
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.metrics.append(metrics)
 
+    def synced(self, step: int, metrics: Metrics) -> None:
+        """Versions tell enough here."""
+
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
         """Nothing here draws a timeline."""
 

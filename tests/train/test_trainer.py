@@ -57,6 +57,10 @@ class Notes:
     steps: list[Metrics] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     activities: list[tuple[int, list[str], Loads]] = field(default_factory=list)
+    syncs: list[tuple[int, Metrics]] = field(default_factory=list)
+
+    def synced(self, step: int, metrics: Metrics) -> None:
+        self.syncs.append((step, metrics))
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.steps.append(metrics)
@@ -295,6 +299,7 @@ async def test_a_stop_ends_the_run_after_the_step_under_way_with_a_sync() -> Non
     assert (position.step, position.unsynced, trainer.publisher.versions) == (3, 0, [1, 2])
     assert rig.ledger.trained_count == position.groups == 12
     assert trainer.observer.notices == ["the run is stopped (the budget is used up) after step 3"]
+    assert [step for step, _ in trainer.observer.syncs] == [3]  # which no step could report any more
 
 
 async def test_a_stop_does_not_wait_for_a_batch_that_is_long_in_coming() -> None:

@@ -65,6 +65,9 @@ class School:
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.metrics.append(metrics)
 
+    def synced(self, step: int, metrics: Metrics) -> None:
+        """Versions tell enough here."""
+
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
         pass
 

@@ -50,6 +50,10 @@ class RunObserver:
             )
         )
 
+    def synced(self, step: int, metrics: Metrics) -> None:
+        """See `train.trainer.Observer`."""
+        self.tracker.log(step, metrics)
+
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
         """See `train.trainer.Observer`."""
         self.log.write(Activity(step, timings.dated(time.time()), loads))

@@ -65,6 +65,10 @@ class Observer(Protocol):
         """A step is done, with everything that was measured."""
         ...
 
+    def synced(self, step: int, metrics: Metrics) -> None:
+        """Weights were published outside of any step: before the first, or after the last that was possible."""
+        ...
+
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
         """When the trainer did what in a step, and how busy the engines were meanwhile."""
         ...
@@ -165,7 +169,7 @@ class Trainer:
             self.observer.notice(f"{what} after step {self.position.step}")
         if self.position.unsynced and not self.stop.hurry:
             await self.validation.settle()
-            await self.sync_weights()
+            self.observer.synced(self.position.step, await self.sync_weights())
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
         """One step; None when the data has ended, or a stop is asked for before there is a batch."""
