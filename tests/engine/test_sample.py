@@ -108,7 +108,8 @@ def test_a_failed_sample_is_an_error() -> None:
 
 
 def test_a_sample_that_goes_on_has_the_rest_of_its_budget_and_noise_of_its_own() -> None:
-    whole = sampling_options(Sampling(n=4, max_tokens=10, temperature=1.0, seed=3), range(4), 0)
-    rest = sampling_options(Sampling(n=4, max_tokens=10, temperature=1.0, seed=3), [2], 7)
-    assert (whole["n"], whole["max_tokens"], rest["n"], rest["max_tokens"]) == (4, 10, 1, 3)
-    assert rest["seed"] not in [whole["seed"] + place for place in range(4)]
+    sampling = Sampling(n=4, max_tokens=10, temperature=1.0, seed=3)
+    whole = [sampling_options(sampling, index, 0) for index in range(4)]
+    rest = sampling_options(sampling, 2, 7)
+    assert ([each["max_tokens"] for each in whole], rest["max_tokens"]) == ([10] * 4, 3)
+    assert len({each["seed"] for each in [*whole, rest]}) == 5

@@ -227,11 +227,34 @@ async def arriving_during(engine: VllmEngine, update: WeightUpdate, mode: PauseM
     return sample
 
 
+def mixed_in(sample: Completion, version: int) -> float:
+    """How far the log-probs of an answer to the prompt are from those that its version alone would give."""
+    assert [span.version for span in sample.versions] == [version]
+    exact = expected_log_probs(version, [*PROMPT.tolist(), *sample.token_ids.tolist()])[len(PROMPT) - 1 :]
+    return float(np.abs(sample.log_probs - exact).max())
+
+
+async def waiting_during(engine: VllmEngine, folder: Path, first: int) -> tuple[int, Completion]:
+    """The answer to the prompt, asked while the engine's width is taken when an update pauses it; with its version."""
+    for version in range(first, first + 50):  # a busy machine may let us go on when the engine is done
+        longer = Sampling(n=ROLLOUT.group_size, max_tokens=80, temperature=1.0)
+        running = asyncio.create_task(engine.generate(f"running {version}", PROMPT, longer))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(engine.generate(f"waiting {version}", PROMPT, GREEDY))
+        await asyncio.sleep(0.05)
+        await engine.update_weights(write_weights(folder / f"{version}.safetensors", version, version), "keep")
+        group, [sample] = await asyncio.gather(running, waiting)
+        if sample.versions[0].version == version > group[0].versions[0].version:
+            return version, sample
+    raise AssertionError("nothing waited")
+
+
 @pytest.mark.parametrize("kept", [False, True])
 async def test_prompts_meet_kv_of_older_weights_only_where_asked(tmp_path: Path, kept: bool) -> None:
     """The first block of the prompt is in the cache; what is sampled after it tells whose it is."""
     model = make_tiny_model(tmp_path, 0)
-    engine = VllmEngine(str(model), ROLLOUT, 64, 0, "shared_memory", keep_prefix_cache=kept)
+    narrow = ROLLOUT.model_copy(update={"concurrent_samples_per_replica": 1})
+    engine = VllmEngine(str(model), narrow, 64, 0, "shared_memory", keep_prefix_cache=kept)
     await engine.start()
     modes: list[PauseMode] = ["abort", "keep", "wait"]
     try:
@@ -242,9 +265,9 @@ async def test_prompts_meet_kv_of_older_weights_only_where_asked(tmp_path: Path,
             np.testing.assert_allclose(
                 await engine.score(PROMPT), expected_log_probs(version, PROMPT.tolist()), atol=1e-3
             )
-            assert [span.version for span in sample.versions] == [version]
-            exact = expected_log_probs(version, [*PROMPT.tolist(), *sample.token_ids.tolist()])[len(PROMPT) - 1 :]
-            assert (np.abs(sample.log_probs - exact).max() > 0.01) == kept
+            assert (mixed_in(sample, version) > 0.01) == kept
+        version, sample = await waiting_during(engine, tmp_path, len(modes) + 1)
+        assert (mixed_in(sample, version) > 0.01) == kept
     finally:
         await engine.shutdown()
 

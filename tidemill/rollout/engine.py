@@ -5,8 +5,8 @@ What a weight update does to requests in flight, by pause mode:
 keep: they stop between two decoding steps and go on with their tokens and their KV cache, which the old weights
     computed. (vLLM's `clear_cache=True` would preempt them and compute all KV again with the new weights: exact, and a
     prefill of everything in flight.) The prefix cache cannot be emptied while they hold blocks of it, so every request
-    carries its version as cache salt: a request that comes after the update never sees KV from before it, unless
-    `sync.keep_prefix_cache` asks for that.
+    carries its version as cache salt, and what has no token yet is submitted again: a prompt that is computed after the
+    update never sees KV from before it, unless `sync.keep_prefix_cache` asks for that.
 abort: vLLM ends them; `generate` submits prompt and tokens so far again with what is left of the budget.
 wait: they finish first.
 """
@@ -173,30 +173,32 @@ class VllmEngine:
         return None
 
     async def _fly(self, flight: Flight) -> None:
-        """Request what is missing until all samples have ended; more than once only when updates abort it."""
-        while cut := [n for n, sample in enumerate(flight.samples) if sample.reason == "abort"]:
+        """Request all samples; vLLM shares the prompt's KV among them as among those of one request with n > 1."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(flight.sampling.n):
+                    group.create_task(self._sample(flight, index))
+        except ExceptionGroup as errors:
+            first = errors.exceptions[0]
+            raise first from first.__cause__
+
+    async def _sample(self, flight: Flight, index: int) -> None:
+        """Request what a sample lacks until it has ended; more than once only when updates end its request."""
+        sample = flight.samples[index]
+        while sample.reason == "abort":
             await self._open.wait()
             if flight.aborted:
                 return
-            # vLLM refuses n > 1 where all samples would be the same.
-            if flight.sampling.temperature > 0 and not any(sample.token_ids for sample in flight.samples):
-                await self._request(flight, cut)
-            else:
-                await asyncio.gather(*(self._request(flight, [n]) for n in cut))
-
-    async def _request(self, flight: Flight, indices: Sequence[int]) -> None:
-        """One vLLM request for samples that stand at the same tokens."""
-        so_far = flight.samples[indices[0]].token_ids
-        flight.submitted += 1
-        try:
-            options = sampling_options(flight.sampling, indices, len(so_far))
-            output = await self._run(
-                flight.request_id, flight.prompt + so_far, options, priority=flight.sampling.priority
-            )
-        finally:
-            flight.submitted -= 1
-        for index, piece in zip(indices, output.outputs, strict=True):
-            flight.samples[index].extend(piece, flight.sampling.stop)
+            request_id = f"{flight.request_id}/{index}"
+            flight.submitted.add(request_id)
+            try:
+                options = sampling_options(flight.sampling, index, len(sample.token_ids))
+                output = await self._run(
+                    request_id, flight.prompt + sample.token_ids, options, priority=flight.sampling.priority
+                )
+            finally:
+                flight.submitted.discard(request_id)
+            sample.extend(output.outputs[0], flight.sampling.stop)
 
     async def _run(
         self, request_id: str, token_ids: list[int], options: Mapping[str, Any], *, priority: int = 0
@@ -243,7 +245,7 @@ class VllmEngine:
             flight.aborted = True
         async with self._control("abort requests"):
             # Asked again until it is done: a request on its way to vLLM is not known there yet.
-            while pending := [flight.request_id for flight in flights if flight.submitted]:
+            while pending := [request_id for flight in flights for request_id in flight.submitted]:
                 await self._running("abort").abort(pending)
                 await asyncio.sleep(ABORT_POLL_S)
 
@@ -267,6 +269,8 @@ class VllmEngine:
         try:
             async with asyncio.timeout(limit):
                 await llm.pause_generation(mode=mode, clear_cache=mode != "keep" and not self._keep_prefix_cache)
+                if mode == "keep" and not self._keep_prefix_cache:
+                    await self._take_back(llm)
                 await self._load_weights(llm, update)
         except TimeoutError as error:
             raise EngineError(f"the engine did not load version {update.version} within {limit:g} s") from error
@@ -277,6 +281,17 @@ class VllmEngine:
                 async with self._control("resume"):
                     await llm.resume_generation()
                 self._open.set()
+
+    async def _take_back(self, llm: Any) -> None:
+        """End the requests that have no token yet, to be submitted again with the cache salt of the new version."""
+        while waiting := [
+            request_id
+            for flight in self._flights.values()
+            for request_id in flight.submitted
+            if not has_token(llm.output_processor, request_id)
+        ]:
+            await llm.abort(waiting)
+            await asyncio.sleep(ABORT_POLL_S)
 
     async def _load_weights(self, llm: Any, update: WeightUpdate) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -344,3 +359,9 @@ class VllmEngine:
             raise EngineError(f"the engine could not {what}: {error}") from error
         except TimeoutError as error:
             raise EngineError(f"the engine did not {what} within {CONTROL_TIMEOUT_S} s") from error
+
+
+def has_token(output_processor: Any, request_id: str) -> bool:
+    """Whether a request has an output yet; not so where vLLM does not know it, or not any more."""
+    numbers = output_processor.external_req_ids.get(request_id, ())
+    return any(not output_processor.request_states[number].is_prefilling for number in numbers)

@@ -73,7 +73,7 @@ class Flight:
 
     Attributes:
         aborted: the caller gave it up.
-        submitted: requests that vLLM holds for it now.
+        submitted: names of the requests that vLLM holds for it now, one a sample.
     """
 
     request_id: str
@@ -81,16 +81,15 @@ class Flight:
     sampling: Sampling
     samples: list[Sample] = field(default_factory=list)
     aborted: bool = False
-    submitted: int = 0
+    submitted: set[str] = field(default_factory=set)
 
 
-def sampling_options(sampling: Sampling, indices: Sequence[int], position: int) -> dict[str, Any]:
-    """Arguments of `vllm.SamplingParams` for samples that stand at token `position`."""
+def sampling_options(sampling: Sampling, index: int, position: int) -> dict[str, Any]:
+    """Arguments of `vllm.SamplingParams` for the sample `index` of a request, which stands at token `position`."""
     return {
-        "n": len(indices),
         "max_tokens": sampling.max_tokens - position,
         "temperature": sampling.temperature,
-        "seed": piece_seed(sampling, indices[0], position),
+        "seed": piece_seed(sampling, index, position),
         "stop": list(sampling.stop) or None,
         "detokenize": bool(sampling.stop),
         "logprobs": 0,
@@ -98,9 +97,9 @@ def sampling_options(sampling: Sampling, indices: Sequence[int], position: int) 
 
 
 def piece_seed(sampling: Sampling, index: int, position: int) -> int | None:
-    """Seed of the request whose first sample is `index` and stands at token `position`.
+    """Seed of the sample `index` that stands at token `position`.
 
-    vLLM adds the place in the request. No two samples of any two groups, and no two pieces of a sample, share noise.
+    No two samples of any two groups, and no two pieces of a sample, share noise.
     """
     if sampling.seed is None:
         return None
