@@ -67,7 +67,7 @@ def settings(folder: Path) -> dict[str, Any]:
             "steps": STEPS,
             "ranks": 2,
             "ppo_mini_batch_size": BATCH,
-            "learning_rate": 0.003,
+            "learning_rate": 0.03,  # so that what is learned is many times the noise of a step
             "precision": "float32",
             "threads": 1,
         },
