@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from own_time import OwnTime
 
 from tidemill.config import RunConfig
 from tidemill.run_file import load_config
@@ -15,6 +18,13 @@ ROOT = Path(__file__).parents[1]
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes depends on how busy the machine is
 settings.load_profile("untimed")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The event loop of a test; that of one which is marked `own_time` has a time of its own."""
+    return {"loop": OwnTime if item.get_closest_marker("own_time") else asyncio.SelectorEventLoop}
 
 
 @pytest.fixture
