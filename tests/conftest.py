@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from own_time import OwnTime
 
 from tidemill.config import RunConfig
@@ -16,7 +16,8 @@ from tidemill.store.mlflow_server import make_client
 
 ROOT = Path(__file__).parents[1]
 
-settings.register_profile("untimed", deadline=None)  # how long an example takes depends on how busy the machine is
+# How long an example takes, or to draw one, depends on how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
