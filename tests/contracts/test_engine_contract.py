@@ -107,12 +107,17 @@ async def test_new_requests_come_from_the_new_version(case: Case, mode: str) -> 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_a_group_goes_on_over_an_update_within_its_budget(case: Case, mode: str) -> None:
     long = Sampling(n=4, max_tokens=BUDGET, temperature=0.0)
-    before, task = case.newest, await case.midway("o", long)
-    await case.engine.update_weights(case.next_update(), mode)  # type: ignore[arg-type]
-    for sample in await task:
-        assert len(sample.token_ids) == len(sample.log_probs) == sample.versions[-1].end <= BUDGET
-        assert [span.version for span in sample.versions] in ([before, before + 1], [before])
-        assert sample.finish_reason != "abort"
+    for _ in range(ATTEMPTS):
+        before, task = case.newest, await case.midway("o", long)
+        await case.engine.update_weights(case.next_update(), mode)  # type: ignore[arg-type]
+        group = await task
+        for sample in group:
+            assert len(sample.token_ids) == len(sample.log_probs) == sample.versions[-1].end <= BUDGET
+            assert {span.version for span in sample.versions} <= {before, before + 1}
+            assert sample.finish_reason != "abort"
+        if any(len(sample.versions) == 2 for sample in group):
+            return
+    raise AssertionError("no sample was under way")
 
 
 async def test_wait_lets_a_group_finish_first(case: Case) -> None:
