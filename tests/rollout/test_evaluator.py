@@ -14,6 +14,8 @@ from tidemill.records import Completion, Int32Array
 from tidemill.rollout.prompts import PromptSet
 from tidemill.sections import DataConfig
 
+pytestmark = pytest.mark.own_time
+
 
 def held_out(count: int = 6, **config: Any) -> PromptSet:
     rows = [{"prompt": f"{n}{'!' * n}", "answer": str(n)} for n in range(count)]
