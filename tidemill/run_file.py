@@ -14,15 +14,25 @@ from pydantic import BaseModel, ValidationError
 
 from tidemill.config import RunConfig, fields
 from tidemill.errors import ConfigError
-from tidemill.sections import RewardConfig
+from tidemill.sections import (
+    ALIAS,
+    BUCKET,
+    DNS_LABEL,
+    OBJECT_NAME,
+    REGISTERED,
+    TAGGED_IMAGE,
+    VARIABLE,
+    RewardConfig,
+)
 
 PATTERNS = {
-    "name": "lower-case letters, digits and dashes, with a letter or digit first and last",
-    "store.bucket": "lower-case letters, digits, dots and dashes, with a letter or digit first and last",
-    "registry.model": "letters, digits, dots, underscores and dashes",
-    "registry.alias": "letters, digits, underscores and dashes, with a letter first",
-    "kubernetes.namespace": "lower-case letters, digits and dashes, with a letter or digit first and last",
-    "kubernetes.image": "an image with a tag, such as registry/name:1.0, or with a digest @sha256:...",
+    DNS_LABEL: "lower-case letters, digits and dashes, with a letter or digit first and last",
+    OBJECT_NAME: "lower-case letters, digits, dashes and dots, with a letter or digit on both sides of a dot",
+    VARIABLE: "letters, digits, underscores, dots and dashes, with a letter or underscore first",
+    BUCKET: "lower-case letters, digits, dots and dashes, with a letter or digit first and last",
+    REGISTERED: "letters, digits, dots, underscores and dashes",
+    ALIAS: "letters, digits, underscores and dashes, with a letter first",
+    TAGGED_IMAGE: "an image with a tag, such as registry/name:1.0, or with a digest @sha256:...",
 }
 """What the patterns of text settings allow, in words."""
 TRUNCATED = ("rollout.top_p", "rollout.top_k")
@@ -31,6 +41,10 @@ KINDS = {"str": "a text", "list": "a list", "NoneType": "nothing"}
 """What a file may hold instead of settings."""
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 """A section, as pydantic calls it."""
+OF_PYDANTIC = ("[key]", "str", "int")
+"""Parts of a place that are no keys: that a mapping's key is meant, and which type of several was tried."""
+WORDS = {"bool_type": "true or false", "bool_parsing": "true or false", "path_type": "a path"}
+"""What is allowed, where pydantic's word for it is none of YAML."""
 NOISE = re.compile(r"^\w+ should (be|have) | after validation, not \d+$")
 """What pydantic says around what is allowed."""
 
@@ -174,20 +188,21 @@ def explain(error: ValidationError) -> ConfigError:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause
-    key = ".".join(str(part) for part in first["loc"])
+    unknown = first["type"] == "extra_forbidden"
+    key = ".".join(str(part) for part in first["loc"] if unknown or part not in OF_PYDANTIC)
     if key in TRUNCATED:
         return truncated(key, first["input"])
-    if first["type"] == "extra_forbidden":
+    if unknown:
         siblings = sibling_keys(first["loc"])
         allowed = f"one of the keys {', '.join(siblings)}"
         return ConfigError(key, first["input"], allowed, f"{meant(key, siblings)}Remove it or mend the spelling.")
     if first["type"] == "missing":
         return ConfigError(key, None, "a value; it has no default", "Add it to the config file.")
     if first["type"] == "string_pattern_mismatch":
-        return ConfigError(key, first["input"], PATTERNS[key], "Mend it.")
+        return ConfigError(key, first["input"], PATTERNS[first["ctx"]["pattern"]], "Mend it.")
     more = len(error.errors()) - 1
     rest = f" ({more} more settings are wrong.)" if more else ""
-    allowed = MAPPING.sub("a mapping", NOISE.sub("", first["msg"]))
+    allowed = WORDS.get(first["type"]) or MAPPING.sub("a mapping", NOISE.sub("", first["msg"]))
     return ConfigError(key, first["input"], allowed, f"See docs/configuration.md.{rest}")
 
 

@@ -121,7 +121,7 @@ def validated(config: str) -> str:
     ],
 )
 def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError, match="model = None: allowed is a value"):
+    with pytest.raises(ConfigError, match="model = null: allowed is a value"):
         call()
 
 
@@ -258,7 +258,7 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEMILL_S3_ACCESS_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"TIDEMILL_S3_ACCESS_KEY = None: .* the parameter store_secret"):
+    with pytest.raises(ConfigError, match=r"TIDEMILL_S3_ACCESS_KEY = null: .* the parameter store_secret"):
         validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
 
 

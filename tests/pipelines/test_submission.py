@@ -199,7 +199,7 @@ def test_schedules_are_listed_and_deleted_by_name(kfp: Kfp, run_file: str, capsy
     [
         (["--prompts", "my_prompts/"], "--prompts = 'my_prompts/': allowed is s3://BUCKET/PREFIX/"),
         (["--prompts", "s3://tidemill/prompts"], "a folder of the store has a slash at its end"),
-        (["--prompts", "s3://a/b/", *ALONE], "data.held_out = None: allowed is held-out prompts with"),
+        (["--prompts", "s3://a/b/", *ALONE], "data.held_out = null: allowed is held-out prompts with"),
         (["--variants", "{folder}/empty.txt"], "variants = 0: allowed is 1 to 32 variants"),
         (["data.train=gone.jsonl"], "gone.jsonl: no such file. Set data.train"),
         (["data.held_out=broken.jsonl"], "broken.jsonl:1: not valid JSON"),
@@ -342,7 +342,7 @@ def test_what_kfp_refuses_is_told_in_its_words(kfp: Kfp, run_file: str, capsys: 
     ("arguments", "message"),
     [
         (["submit", str(EXAMPLE)], "cluster.provider = 'local': allowed is kuberay"),
-        (["submit", "RUN"], "--endpoint = None: allowed is http(s)://HOST:PORT of KFP's API"),
+        (["submit", "RUN"], "--endpoint = null: allowed is http(s)://HOST:PORT of KFP's API"),
         (["submit", "RUN", "--endpoint", "kfp:8888"], "--endpoint = 'kfp:8888'"),
         (["submit", "RUN", "model=/tmp"], "model = '/tmp': allowed is s3://"),
         (["submit", "RUN", "--variants", "gone.txt"], "--variants = 'gone.txt'"),
