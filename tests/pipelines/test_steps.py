@@ -44,7 +44,7 @@ SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, Non
         (["data.epochs=1", "trainer.ppo_mini_batch_size=81"], r"data.epochs = 1: .* 80 prompts .* step of 81 groups"),
         (
             ["rewards.0.options={bonus: 1}"],
-            r"rewards.0.options = \{'bonus': 1\}: .*unexpected .* 'bonus'",
+            r"rewards.0.options = \{bonus: 1\}: .*unexpected .* 'bonus'",
         ),
         (["rewards.0.options={answer: 1}"], r"rewards.0.options = .*'answer'"),
         (["rewards.0.function=overlong", "rewards.0.options={budget: 8}"], r"options = .*missing .* 'buffer'"),

@@ -269,7 +269,7 @@ def test_no_kfp_and_a_wrong_address_are_one_message(
 @pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("endpoint", ["http://", "http://127.0.0.1:88x8", "http://127.0.0.1:99999", "https://[::1"])
 def test_address_that_is_none_is_one_message(endpoint: str, run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", run_file, "--endpoint", endpoint]) == 1
+    assert main(["submit", run_file, "--endpoint", endpoint]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("tidemill: ") and "KFP" in error and endpoint in error
 
