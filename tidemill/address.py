@@ -19,6 +19,7 @@ TRACKING = (
 )
 PLACES = re.compile(r"databricks(://\S+)?|sqlite:///.+|(postgresql|mysql|mssql)(\+\w+)?://\S+")
 """What MLflow writes to besides a server; it writes to plain folders no more."""
+STORED = re.compile(r"s3://[^/\s]+/.*[^/\s].*")
 PAGES = ("ray", "mlflow", "store")
 """What `kubernetes.pages` may give the address of."""
 
@@ -26,6 +27,8 @@ PAGES = ("ray", "mlflow", "store")
 def addresses(config: RunConfig) -> Iterator[ConfigError]:
     """Addresses that no server can have."""
     tracking, endpoint = config.tracking.uri, config.store.endpoint
+    if config.model.startswith("s3:") and not STORED.fullmatch(config.model):
+        yield ConfigError("model", config.model, "s3://BUCKET/PREFIX, for one of the store", "Mend it.")
     if tracking is not None and not is_tracking(tracking):
         yield ConfigError("tracking.uri", tracking, f"{TRACKING}; or null", "Mend it, or leave it out.")
     if endpoint != "embedded" and not is_server(endpoint, bare=True):

@@ -68,7 +68,8 @@ class Loader(yaml.SafeLoader):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `key.path=value` overrides and validate.
 
-    Files that the config names are taken relative to the config file's folder; `output` to the working directory.
+    Files that the config names are taken relative to the config file's folder; `output` to the working directory; `~`
+    is the user's own folder.
 
     Raises:
         ConfigError: naming key, value, what is allowed and what to do.
@@ -80,7 +81,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError("config", str(path), "a readable YAML file", f"{error}.") from error
     config = parse_config(text, overrides, base=path.resolve().parent, name=str(path))
     # Absolute, because processes elsewhere in a Ray cluster work in other folders.
-    return config.model_copy(update={"output": config.output.resolve()})
+    return config.model_copy(update={"output": config.output.expanduser().resolve()})
 
 
 def parse_config(
@@ -179,7 +180,7 @@ def anchor_data_files(tree: dict[str, Any], base: Path) -> None:
     for key in ("train", "held_out"):
         source = data.get(key)
         if isinstance(source, str) and "://" not in source:
-            data[key] = str(base / source)
+            data[key] = str(base / Path(source).expanduser())
 
 
 def explain(error: ValidationError) -> ConfigError:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,7 @@ SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, Non
         (["rewards.0.function=overlong", "rewards.0.options={budget: 8}"], r"options = .*missing .* 'buffer'"),
         (
             ["rewards.0.function=overlong", "rewards.0.options={budget: 8, buffer: 9}"],
-            r"rewards.0.options = \{.*\}: .*0 < buffer <= budget.*buffer = 9",
+            r"rewards.0.options = \{.*buffer: 9\}: .*0 < buffer <= budget",
         ),
         (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
         (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
@@ -66,6 +67,52 @@ def test_inputs_of_which_no_step_can_be_trained_are_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
         check_inputs(load_config(EXAMPLE, overrides))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "{budget: '8', buffer: 4}",
+        "{budget: 8.5, buffer: 4}",
+        "{budget: 8, buffer: true}",
+        "{budget: 8, buffer: 4, penalty: -1}",
+        "{budget: 8, buffer: 4, penalty: 0}",
+        "{budget: 8, buffer: 4, penalty: .nan}",
+        "{budget: 8, buffer: 4, penalty: true}",
+    ],
+)
+def test_numbers_that_punish_no_length_are_refused(options: str, addition: RunConfig) -> None:
+    text = changed(addition, "rewards.0.function=overlong", f"rewards.0.options={options}")
+    with pytest.raises(ConfigError, match=r"rewards\.0\.options = \{budget: .*a number above 0 as penalty"):
+        check_inputs(parse_config(text))
+
+
+CHAT = [{"role": "user", "content": "1 + 1"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "message"),
+    [
+        ({"prompt": CHAT, "answer": "2"}, [], r"data.system_prompt = 'You are a calculator.': allowed is null where"),
+        ({"prompt": "1 + 1", "answer": "two"}, [], "row 1 has the answer 'two', which is not a number"),
+        ({"prompt": "1 + 1", "answer": " "}, ["rewards.0.function=math_verify"], "row 1 has no answer in 'answer'"),
+        ({"prompt": "1 + 1", "answer": "2"}, ["rewards.0.function=reasoning_gym"], "no column 'entry'"),
+    ],
+)
+def test_data_that_cannot_have_what_the_settings_want_is_refused(
+    row: dict[str, Any], overrides: list[str], message: str, addition: RunConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    text = changed(addition, f"data.train={path}", f"data.held_out={path}", *overrides)
+    with pytest.raises(TidemillError, match=message):
+        check_inputs(parse_config(text))
+
+
+def test_one_prompt_that_is_a_text_takes_the_system_prompt(addition: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n")
+    check_inputs(parse_config(changed(addition, f"data.held_out={path}")))
 
 
 @pytest.mark.parametrize(

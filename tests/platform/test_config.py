@@ -252,6 +252,14 @@ def test_data_files_are_taken_relative_to_the_config_file(tmp_path: Path) -> Non
     assert config.data.held_out == "hf://d:test"
 
 
+def test_the_users_own_folder_may_be_written_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    config = load_config(path, ["output=~/runs", "data.held_out=~/held.jsonl"])
+    assert (config.output, config.data.held_out) == (tmp_path / "me/runs", str(tmp_path / "me/held.jsonl"))
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_yaml_of_a_config_reads_back_to_an_equal_one(path: Path) -> None:
     config = load_config(path)
@@ -490,6 +498,7 @@ ADDRESSES = {
         "embeded",
         "''",
     ],
+    "model": ["s3://", "s3://bucket", "s3://bucket/", "s3:/bucket/prefix", "'s3:///prefix'"],
     "kubernetes.pages.ray": ["ray:8265", "javascript:alert(1)", "''"],
 }
 
