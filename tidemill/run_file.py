@@ -45,6 +45,13 @@ OF_PYDANTIC = ("[key]", "str", "int")
 """Parts of a place that are no keys: that a mapping's key is meant, and which type of several was tried."""
 WORDS = {"bool_type": "true or false", "bool_parsing": "true or false", "path_type": "a path"}
 """What is allowed, where pydantic's word for it is none of YAML."""
+NUMBERS = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing", "truth"), "a number"),
+}
+"""What is allowed by pydantic's word for what is no number."""
+UNITS = {"_s": ", in seconds", "_gib": ", in GiB", "_hours": ", in hours", "_tokens": ", in tokens"}
+"""How settings end that are in a unit."""
 NOISE = re.compile(r"^\w+ should (be|have) | after validation, not \d+$")
 """What pydantic says around what is allowed."""
 
@@ -204,6 +211,8 @@ def explain(error: ValidationError) -> ConfigError:
     more = len(error.errors()) - 1
     rest = f" ({more} more settings are wrong.)" if more else ""
     allowed = WORDS.get(first["type"]) or MAPPING.sub("a mapping", NOISE.sub("", first["msg"]))
+    if first["type"] in NUMBERS:
+        allowed = f"{NUMBERS[first['type']]}{next((unit for end, unit in UNITS.items() if key.endswith(end)), '')}"
     return ConfigError(key, first["input"], allowed, f"See docs/configuration.md.{rest}")
 
 
@@ -220,7 +229,7 @@ def truncated(key: str, value: object) -> ConfigError:
 def meant(key: str, siblings: Sequence[str]) -> str:
     """A question after the setting that was probably meant: a similar one, or one of this name in another section."""
     section, _, name = key.rpartition(".")
-    near = [f"{section}.{found}".lstrip(".") for found in difflib.get_close_matches(name, siblings, 1, 0.75)]
+    near = [f"{section}.{found}".lstrip(".") for found in difflib.get_close_matches(name.lower(), siblings, 1, 0.75)]
     found = [*near, *(known for known, _, _ in fields() if known.rpartition(".")[2] == name)]
     return f"Did you mean {found[0]}? " if found else ""
 

@@ -68,6 +68,7 @@ def test_mistyped_section_is_named_and_not_the_one_that_is_then_missing() -> Non
         ("learning_rate=1e-5", "trainer.learning_rate"),
         ("rewards.0.wieght=2", "rewards.0.weight"),
         ("rollout.max_tokens=9", "rollout.max_new_tokens"),
+        ("trainer.STEPS=9", "trainer.steps"),
         ("rollout.colour=9", None),
     ],
 )
@@ -552,6 +553,8 @@ def test_a_refused_value_reads_as_it_would_stand_in_the_file(value: object, show
         ("data.shuffle=null", "data.shuffle = null: allowed is true or false."),
         ("asynchrony.partial_rollout=maybe", "asynchrony.partial_rollout = 'maybe': allowed is true or false."),
         ("rollout.stop=[true]", "rollout.stop.0 = true: allowed is a valid string."),
+        ("rollout.group_timeout_s=10m", "rollout.group_timeout_s = '10m': allowed is a number, in seconds."),
+        ("trainer.steps=1.5", "trainer.steps = 1.5: allowed is an integer."),
         ("output=[a]", "output = ['a']: allowed is a path."),
         ("rewards.0.options={1: 2}", "rewards.0.options.1 = 1: allowed is a valid string."),
         ("kubernetes.tolerations=[{key: null}]", "kubernetes.tolerations.0.key = null: allowed is a valid string."),

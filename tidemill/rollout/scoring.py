@@ -39,7 +39,8 @@ async def answer_held_out(config: RunConfig, folder: Path) -> Evaluation:
     settings = config.rollout, config.data.max_prompt_tokens, config.seed, config.sync.transport
     relay = Relay(lambda: VllmEngine(str(folder), *settings))
     try:
-        await asyncio.gather(relay.start(), rewards.start())
+        await rewards.start()  # first, because an engine takes what starts beside it for its own, and ends it with it
+        await relay.start()
         evaluator = Evaluator(
             config,
             held_out,
