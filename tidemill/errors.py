@@ -129,7 +129,7 @@ def in_yaml(value: object) -> str:
     if isinstance(value, int):
         return str(value)
     text = str(value)
-    return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text, ensure_ascii=False)
+    return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)
 
 
 def number_in_yaml(value: float) -> str:

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Cores = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Cores = Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]  # a year, which every timer can hold
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -20,6 +20,8 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+RESOURCE = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+LABEL = r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
 BUCKET = r"^[a-z0-9][a-z0-9.-]+[a-z0-9]$"
 REGISTERED = r"^[A-Za-z0-9._-]+$"
@@ -359,9 +361,9 @@ class KubernetesConfig(Section):
     """Environment variables of the Ray pods; nothing secret, and none that a run sets itself."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's runtime environment, for code that is not in the image: `working_dir`, `py_modules`, `pip`."""
-    gpu_resource: Text | None = "nvidia.com/gpu"
+    gpu_resource: Annotated[str, Field(pattern=RESOURCE)] | None = "nvidia.com/gpu"
     """Resource that a GPU is counted as; null runs on the CPU."""
-    gpu_type: Text | None = None
+    gpu_type: Annotated[str, Field(pattern=LABEL, max_length=63)] | None = None
     """Value of the node label `nvidia.com/gpu.product`, such as `NVIDIA-H100-80GB-HBM3`; null takes any."""
     max_engines: Positive | None = None
     """The rollout group grows from `rollout.engines` up to this while the trainer waits for groups, and shrinks again
