@@ -263,6 +263,15 @@ async def test_a_held_out_prompt_that_kills_its_engine_is_skipped_and_nothing_be
     assert len(crew.started) <= len(deadly) * deaths + 1  # beside a held-out prompt a group is not to blame
 
 
+@pytest.mark.parametrize("width", [1, 2, 16])
+async def test_deadly_held_out_prompts_do_not_look_like_engines_that_die_for_ever(tmp_path: Path, width: int) -> None:
+    deadly = {f"evaluation-{row}" for row in (0, 1, 6)}
+    crew = mortals(tmp_path, 1, deadly, rollout={"concurrent_samples_per_replica": width})
+    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+        assert (await crew.rig.rollouter.evaluate(0)).skipped == {"kills_engine": 3}
+    assert len(crew.started) <= 3 * 3
+
+
 async def test_where_every_held_out_prompt_kills_its_engine_it_is_not_the_prompts(tmp_path: Path) -> None:
     crew = mortals(tmp_path, 1, [f"evaluation-{row}" for row in range(8)])
     async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():

@@ -321,7 +321,10 @@ class Rollouter:
 
     async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
-        return await self._evaluator.evaluate(version, engine)
+        try:
+            return await self._evaluator.evaluate(version, engine)
+        finally:
+            self._wake.set()  # a suspect among the prompts may have held up groups
 
     async def loads(self) -> Loads:
         """Requests in flight since the last call; see `LoadMeter.take`."""
