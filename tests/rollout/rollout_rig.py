@@ -19,6 +19,7 @@ from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rollouter import Rollouter
 from tidemill.rollout.staleness import too_old
+from tidemill.sections import DataConfig
 
 
 class CharTokenizer:
@@ -68,6 +69,11 @@ def run_config(**sections: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
         {"name": "test", "model": "none", "rewards": [{"function": "exact_number"}], **defaults}
     )
+
+
+def held_out(count: int = 6, **config: Any) -> PromptSet:
+    rows = [{"prompt": f"{n}{'!' * n}", "answer": str(n)} for n in range(count)]
+    return PromptSet(rows, CharTokenizer(), DataConfig(train="x.jsonl", **config), seed=0)
 
 
 @dataclass
