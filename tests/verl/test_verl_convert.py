@@ -257,6 +257,14 @@ def test_every_rule_stands_on_the_page() -> None:
     assert all(isinstance(rule, LeftOut | Only | Becomes | Never | Part) for rule in RULES.values())
 
 
+def test_the_metrics_that_those_of_verl_are_compared_with_exist() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Metrics")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
+    documented = PAGE.with_name("metrics.md").read_text(encoding="utf-8")
+    assert len(rows) > 10 and [name for name in named if f"`{name}`" not in documented] == []
+
+
 TREE = """
 defaults:
   - ppo_trainer
