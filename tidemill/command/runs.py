@@ -79,8 +79,8 @@ def refuse_run_of_this_machine(name: str) -> None:
     folder = Path("runs") / name
     settings = folder / "config.yaml"
     if settings.is_file() and load_config(settings).cluster.provider != "kuberay":
-        fix = f"{folder} is one of this machine: its steps stand in {folder / 'events.jsonl'}, its log beside them."
-        raise ConfigError("RUN", name, "a run on Kubernetes", fix)
+        here = f"{folder} is one of this machine: its steps stand in {folder / 'events.jsonl'}, its log beside them"
+        raise ConfigError("RUN", name, "a run on Kubernetes", f"{here}; Ctrl-C where it was started ends it.")
 
 
 def timeline(arguments: argparse.Namespace) -> int:
