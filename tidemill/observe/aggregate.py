@@ -103,7 +103,6 @@ RULES: Mapping[str, Rule] = {
     "time/checkpoint": SUM,
     "time/step": SUM,
     "queue/depth": LAST,
-    "queue/leased": LAST,
     "queue/capacity": LAST,
     "queue/put": LAST,
     "queue/trained": LAST,

@@ -309,7 +309,8 @@ class Trainer:
     async def surroundings(self) -> Metrics:
         """What queue and rollout side say of themselves, under their metric names."""
         queue, rollout = await asyncio.gather(self.queue.stats(), self.generation.stats())
-        metrics = {f"queue/{name}": value for name, value in queue.items()}
+        # Between two steps nothing is leased.
+        metrics = {f"queue/{name}": value for name, value in queue.items() if name != "leased"}
         metrics |= {name if name.startswith("ledger/") else f"rollout/{name}": value for name, value in rollout.items()}
         metrics["idle/rollouter"] = metrics.pop("rollout/idle")
         return metrics
