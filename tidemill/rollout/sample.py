@@ -72,6 +72,7 @@ class Flight:
     """A request that the engine answers for.
 
     Attributes:
+        place: in the order in which vLLM serves; the smallest comes first.
         aborted: the caller gave it up.
         submitted: names of the requests that vLLM holds for it now, one a sample.
     """
@@ -79,6 +80,7 @@ class Flight:
     request_id: str
     prompt: list[int]
     sampling: Sampling
+    place: int
     samples: list[Sample] = field(default_factory=list)
     aborted: bool = False
     submitted: set[str] = field(default_factory=set)
