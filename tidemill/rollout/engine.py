@@ -23,6 +23,7 @@ import os
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from tidemill.errors import EngineCrashedError, EngineError, EngineLostError, SyncError, TidemillError
@@ -30,7 +31,7 @@ from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.rollout.engine_processes import cause_of_death, children, end_processes, resident_bytes
 from tidemill.rollout.engine_settings import engine_environment, engine_settings
-from tidemill.rollout.sample import Flight, Sample, prompt_log_probs, sampling_options
+from tidemill.rollout.sample import Flight, Sample, prompt_log_probs, sampling_options, settled
 from tidemill.sections import RolloutConfig
 
 __all__ = ["VllmEngine", "engine_environment"]
@@ -192,7 +193,8 @@ class VllmEngine:
 
     async def _sample(self, flight: Flight, index: int) -> None:
         """Request what a sample lacks until it has ended; more than once only when updates end its request."""
-        sample = flight.samples[index]
+        sample, stop = flight.samples[index], flight.sampling.stop
+        kept = partial(settled, stop=stop, decode=self._decode) if stop else len
         while sample.reason == "abort":
             await self._open.wait()
             if flight.aborted:
@@ -204,7 +206,11 @@ class VllmEngine:
                 output = await self._run(request_id, flight.prompt + sample.token_ids, options, flight.place)
             finally:
                 flight.submitted.discard(request_id)
-            sample.extend(output.outputs[0], flight.sampling.stop)
+            sample.extend(output.outputs[0], kept)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._llm.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+        return text
 
     async def _run(self, request_id: str, token_ids: list[int], options: Mapping[str, Any], priority: int) -> Any:
         """Submit to vLLM and wait for the one output; the engine's errors become ours."""
