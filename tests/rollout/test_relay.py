@@ -15,6 +15,8 @@ from tidemill.records import Completion, Int32Array
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.relay import Relay
 
+pytestmark = pytest.mark.own_time
+
 
 class Bench:
     """Engines that die of some held-out prompts; the ones from number `last` on do not start."""
