@@ -55,7 +55,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["run", EXAMPLE, "trainer.stepz=3"], "trainer.stepz = 3: allowed is one of the keys steps"),
         (["run", "nowhere.yaml"], "nowhere.yaml"),
-        (["run"], "file = None: allowed is a run file, or --resume NAME"),
+        (["run"], "file = null: allowed is a run file, or --resume NAME"),
         (["run", "--resume", "addition-9"], "resume = 'addition-9'"),
         (["run", EXAMPLE, "--resume", "addition-9"], "a file or --resume, not both"),
         (["run", EXAMPLE, "--output", "a", "output=b"], "output = 'a': allowed is either --output or output="),
@@ -88,6 +88,7 @@ def test_run_of_this_machine_is_not_looked_for_on_a_cluster(
     assert main([name, "addition-1"]) == 2
     error = capsys.readouterr().err
     assert "RUN = 'addition-1': allowed is a run on Kubernetes. runs/addition-1 is one of this machine" in error
+    assert error.endswith("; Ctrl-C where it was started ends it.\n")
 
 
 @pytest.mark.parametrize("setting", ["data.held_out=gone.jsonl", "rewards.0.function=exact_numbr"])

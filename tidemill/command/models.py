@@ -10,9 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tidemill.address import TRACKING, is_tracking
 from tidemill.chatter import diverted
 from tidemill.command.need import need_working_folder
 from tidemill.errors import ConfigError
+from tidemill.observe.excerpt import counted
 
 MAX_PORT = 65535
 
@@ -36,7 +38,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         print(f"{answer.reward:5.2f}  {answer.prompt!r} -> {answer.response!r} (expected {answer.expected!r})")
     for reason, number in evaluation.skipped.items():
         print(f"skipped {number}: {reason}")
-    print(f"score {evaluation.score:.3f} over {len(evaluation.answers)} prompts")
+    print(f"score {evaluation.score:.3f} over {counted(len(evaluation.answers), 'prompt')}")
     return 0
 
 
@@ -47,6 +49,8 @@ def generate(arguments: argparse.Namespace) -> int:
     from tidemill.store.locate import Locator
 
     output = Path(arguments.output).resolve()
+    if arguments.tracking and not is_tracking(arguments.tracking):
+        raise ConfigError("--tracking", arguments.tracking, TRACKING, "Mend it, or leave it out.")
     if arguments.model.startswith("models:/") and not arguments.tracking:
         registry_of(output)
     locator = Locator(

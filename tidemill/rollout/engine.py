@@ -296,8 +296,8 @@ class VllmEngine:
 
     async def _drain(self, llm: Any) -> None:
         """Let what has a token finish. In a pause vLLM itself would not go on with what it set aside for want of KV."""
+        await self._take_back(llm)
         while self._submitted():
-            await self._take_back(llm)
             await asyncio.sleep(ABORT_POLL_S)
 
     async def _take_back(self, llm: Any) -> None:
