@@ -7,7 +7,7 @@ keep: they stop between two decoding steps and go on with their tokens and their
     prefill of everything in flight.) The prefix cache cannot be emptied while they hold blocks of it, so every request
     carries its version as cache salt, and what has no token yet is submitted again: a prompt that is computed after the
     update never sees KV from before it, unless `sync.keep_prefix_cache` asks for that.
-    What vLLM had set aside for want of KV memory it computes again, with the new weights.
+    What vLLM had set aside in the middle, for want of KV memory, it computes again where that is not cached still.
 abort: vLLM ends them; `generate` submits prompt and tokens so far again with what is left of the budget.
 wait: what has a token finishes first, also what vLLM sets aside meanwhile; the rest is submitted again afterwards.
 
