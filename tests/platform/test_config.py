@@ -461,6 +461,12 @@ def test_a_key_of_the_store_in_the_settings_is_refused_without_being_shown() -> 
     assert "abracadabra" not in str(error)
 
 
+def test_keys_in_the_address_of_the_store_are_refused_without_being_shown() -> None:
+    message = str(refusal("store.endpoint=http://me:abracadabra@minio:9000"))
+    assert "http://(not shown)@minio:9000" in message
+    assert "abracadabra" not in message
+
+
 def test_one_file_may_serve_machines_with_gpus_and_without_and_is_told_what_each_leaves_out() -> None:
     config = parse("rollout.cpu_kv_cache_gib=4", "rollout.gpu_memory_utilization=0.5")
     [on_gpus], [without] = other_processor(config, True), other_processor(config, False)
