@@ -15,9 +15,9 @@ PIPELINES := post_training sweep continual
 CACHE := $(HOME)/.cache/tidemill
 # uv from the PATH, else one of its own below .cache, so that nothing is installed into the system.
 UV := $(or $(shell command -v uv 2>/dev/null),.cache/uv/bin/uv)
-# The environment is made again when, and only when, what it is made of changes.
 # The last version that the module proxy has; its releases are not offered there.
 MINIO := github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c
+# The environment is made again when, and only when, what it is made of changes.
 READY := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo '$(APART)'; } | cksum | tr -s ' ' '-')
 PEERS_READY := $(PEERS)/ready-$(shell { cat constraints.txt; echo '$(VERL)'; } | cksum | tr -s ' ' '-')
 
@@ -31,6 +31,7 @@ export UV_PYTHON_DOWNLOADS := never
 export UV_LINK_MODE ?= hardlink
 # Reading bytecode is what halves the start of vLLM; see `setup`.
 unexport PYTHONDONTWRITEBYTECODE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-engines test-others lint format bench bench-peers minio golden lock-gpu images \
 	image-gpu cluster-up cluster-down test-image minio-image test-cluster test-cluster-full clean
@@ -41,6 +42,7 @@ help:  ## Show this list
 setup: $(READY)  ## Make .venv with everything pinned (once; a few seconds when nothing changed)
 
 $(READY): | $(UV)
+	@echo 'making $(VENV) with PyTorch, vLLM, Ray and KFP, some 8 GB: this takes a few minutes'
 	$(UV) venv --quiet --python $(PYTHON) --allow-existing $(VENV)
 	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[cpu,pipelines,dev]'
 	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --no-deps $(APART)

@@ -28,6 +28,7 @@ from tidemill.config import RunConfig
 from tidemill.effects import notices
 from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
+from tidemill.observe.excerpt import counted
 from tidemill.observe.memory import MemoryMeter
 from tidemill.observe.observer import RunObserver
 from tidemill.observe.report import Sample, Summary, shortened
@@ -150,7 +151,8 @@ class Run:
         config, path = self.config, str(self.model.path) if self.model else None
         await pods_ready(config, observer.phase)
         source = self.model.source if self.model else "brought to each pod"
-        observer.phase(f"load {config.model} ({source}) into {config.rollout.engines} engine(s) and the trainer")
+        engines_of_run = counted(config.rollout.engines, "engine")
+        observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
         for text in notices(config, engine_place(config).gpus > 0):
             observer.notice(text)
@@ -219,7 +221,7 @@ class Run:
 
     async def learn(self, trainer: Trainer, parts: Parts, observer: RunObserver) -> None:
         """Generate and train at the same time until the trainer is done; a failure of either ends both."""
-        observer.phase(f"train {self.config.trainer.steps} steps")
+        observer.phase(f"train {counted(self.config.trainer.steps, 'step')}")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(parts.generation.run())

@@ -44,7 +44,7 @@ def test_a_run_that_ended_by_itself_is_left_to_its_time_to_live_and_goes_after_a
     rig.clock.sleep(3600)
     assert reasons(rig, is_over=lambda run: True) == {}
     rig.clock.sleep(24 * 3600)
-    assert reasons(rig) == {rig.job(): "it ended 1 day(s) ago"}
+    assert reasons(rig) == {rig.job(): "it ended 1 day ago"}
 
 
 def test_a_job_that_nobody_ever_watched_counts_from_its_creation(rig: Rig) -> None:

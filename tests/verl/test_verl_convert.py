@@ -128,7 +128,8 @@ def test_what_has_no_counterpart_is_refused_by_name(setting: str, why: str) -> N
 def test_all_refused_settings_are_named_at_once_and_can_be_replaced_or_taken_out() -> None:
     script = f"{SMALL} algorithm.gae=1 actor_rollout_ref.rollout.top_k=20"
     message = refusal(script=script)
-    assert all(part in message for part in ("2 settings", "algorithm.gae = 1", "actor_rollout_ref.rollout.top_k = 20"))
+    named = ("settings that do not convert = 2:", "algorithm.gae = 1", "actor_rollout_ref.rollout.top_k = 20")
+    assert all(part in message for part in named)
     assert config("~algorithm.gae", "actor_rollout_ref.rollout.top_k=-1", script=script).model == "m"
 
 
@@ -189,7 +190,7 @@ def test_rewards_are_read_where_earlier_and_later_versions_of_verl_have_them(pla
     assert [reward.function for reward in on.rewards] == ["math_verify", "overlong"]
     assert on.rewards[1].options == {"budget": 8192, "buffer": 4096, "penalty": 0.5}
     message = refusal("custom_reward_function.path=a.py")
-    assert "custom_reward_function.path = a.py: only None" in message
+    assert "custom_reward_function.path = a.py: only null; name a function" in message
 
 
 @pytest.mark.parametrize(
@@ -254,6 +255,14 @@ def test_every_rule_stands_on_the_page() -> None:
     assert missing == []
     assert [key for key in DEFAULTS if rule_of(key) is None] == []
     assert all(isinstance(rule, LeftOut | Only | Becomes | Never | Part) for rule in RULES.values())
+
+
+def test_the_metrics_that_those_of_verl_are_compared_with_exist() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Metrics")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
+    documented = PAGE.with_name("metrics.md").read_text(encoding="utf-8")
+    assert len(rows) > 10 and [name for name in named if f"`{name}`" not in documented] == []
 
 
 TREE = """

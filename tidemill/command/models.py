@@ -14,6 +14,7 @@ from tidemill.address import TRACKING, is_tracking
 from tidemill.chatter import diverted
 from tidemill.command.need import need_working_folder
 from tidemill.errors import ConfigError
+from tidemill.observe.excerpt import counted
 
 MAX_PORT = 65535
 
@@ -37,7 +38,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         print(f"{answer.reward:5.2f}  {answer.prompt!r} -> {answer.response!r} (expected {answer.expected!r})")
     for reason, number in evaluation.skipped.items():
         print(f"skipped {number}: {reason}")
-    print(f"score {evaluation.score:.3f} over {len(evaluation.answers)} prompts")
+    print(f"score {evaluation.score:.3f} over {counted(len(evaluation.answers), 'prompt')}")
     return 0
 
 

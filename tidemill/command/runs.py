@@ -79,13 +79,14 @@ def refuse_run_of_this_machine(name: str) -> None:
     folder = Path("runs") / name
     settings = folder / "config.yaml"
     if settings.is_file() and load_config(settings).cluster.provider != "kuberay":
-        fix = f"{folder} is one of this machine: its steps stand in {folder / 'events.jsonl'}, its log beside them."
-        raise ConfigError("RUN", name, "a run on Kubernetes", fix)
+        here = f"{folder} is one of this machine: its steps stand in {folder / 'events.jsonl'}, its log beside them"
+        raise ConfigError("RUN", name, "a run on Kubernetes", f"{here}; Ctrl-C where it was started ends it.")
 
 
 def timeline(arguments: argparse.Namespace) -> int:
     """The picture of a run, or its trace."""
     from tidemill.observe.events import past_events
+    from tidemill.observe.excerpt import counted
     from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
 
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
@@ -104,5 +105,6 @@ def timeline(arguments: argparse.Namespace) -> int:
         path.write_text(draw(activities), encoding="utf-8")
     except OSError as error:
         raise ConfigError("--output", str(path), "a file that can be written", f"{error}.") from error
-    print(f"wrote {path}: {len(activities)} steps, engines generate during {overlap(activities):.0%} of the updates")
+    steps = counted(len(activities), "step")
+    print(f"wrote {path}: {steps}, engines generate during {overlap(activities):.0%} of the updates")
     return 0

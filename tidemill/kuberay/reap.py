@@ -23,6 +23,7 @@ from tidemill.kuberay.cluster import (
 )
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.kuberay.state import seconds
+from tidemill.observe.excerpt import counted
 
 MINUTE_S = 60.0
 DAY_S = 24 * 3600.0
@@ -97,7 +98,7 @@ def stale(job: Object, now: float) -> str | None:
     ended = ended_at(job)
     if ended is None or now - ended < DAY_S:
         return None
-    return f"it ended {(now - ended) / DAY_S:.0f} day(s) ago"
+    return f"it ended {counted(round((now - ended) / DAY_S), 'day')} ago"
 
 
 def silent(job: Object, older_than_s: float, now: float) -> str | None:

@@ -19,6 +19,7 @@ from tidemill.kuberay.cluster import (
 )
 from tidemill.kuberay.names import HEARTBEAT, RUN_LABEL, attempt_of, selector
 from tidemill.kuberay.state import JobState, Phase, assess
+from tidemill.observe.excerpt import counted
 from tidemill.observe.links import DASHBOARD, STOP
 
 SILENT_S = 300.0
@@ -80,7 +81,7 @@ class RunStatus:
             yield f"step {self.notes.get('step', '0')}/{self.notes['steps']}"
         if self.attempt is not None or self.notes.get("attempt"):
             yield f"attempt {self.attempt or self.notes['attempt']}"
-        yield f"{self.gpus} GPUs held"
+        yield f"{counted(self.gpus, 'GPU')} held"
         if self.notes.get("gpu_hours"):
             yield f"{self.notes['gpu_hours']} GPU hours"
 

@@ -18,6 +18,11 @@ def printable(text: str) -> str:
     return CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of a thing: `1 engine`, `2 engines`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def excerpt(text: str, longest: int = LONGEST) -> str:
     """The text, printable; of a long one its beginning and its end, where the answer stands.
 

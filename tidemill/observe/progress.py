@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished, follow
-from tidemill.observe.excerpt import printable
+from tidemill.observe.excerpt import counted, printable
 
 HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
 LINES_PER_HEADER = 20
@@ -114,7 +114,7 @@ class Progress:
         if self.pending is not None:
             score, self.pending = self.pending, None
             when = f"after step {score.step}" if score.step else "before training"
-            text = f"held-out score {score.score:.3f} {when} ({len(score.answers)} prompts)"
+            text = f"held-out score {score.score:.3f} {when} ({counted(len(score.answers), 'prompt')})"
             self.line(Text(f"{self.offset(score.time):>9}  {text}", style="cyan"))
 
     def offset(self, time: float) -> str:

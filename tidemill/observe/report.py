@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tidemill.errors import DataError
 from tidemill.observe.events import EvaluationFinished, Event, StepFinished
-from tidemill.observe.excerpt import excerpt
+from tidemill.observe.excerpt import counted, excerpt
 from tidemill.observe.progress import duration
 from tidemill.protocols import Answer
 
@@ -33,15 +33,15 @@ WHY_MISSING = {
     "rollouter_idle": "this attempt trained no step",
     "peak_memory_bytes": "not measured in a cluster",
 }
-FACTS = (
-    ("trainer_idle", "trainer idle", "{:.1%}"),
-    ("rollouter_idle", "rollouter idle", "{:.1%}"),
-    ("max_age", "oldest trained token", "{} version(s) behind"),
-    ("peak_memory_bytes", "peak memory", "{:.2f} GiB"),
-    ("checkpoint_uri", "checkpoint", "{}"),
-    ("model_uri", "model", "{}"),
-    ("model_version", "model version", "{}"),
-    ("mlflow_run_id", "MLflow run", "{}"),
+FACTS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
+    ("trainer_idle", "trainer idle", "{:.1%}".format),
+    ("rollouter_idle", "rollouter idle", "{:.1%}".format),
+    ("max_age", "oldest trained token", lambda age: f"{counted(age, 'version')} behind"),
+    ("peak_memory_bytes", "peak memory", lambda nbytes: f"{nbytes / 2**30:.2f} GiB"),
+    ("checkpoint_uri", "checkpoint", str),
+    ("model_uri", "model", str),
+    ("model_version", "model version", str),
+    ("mlflow_run_id", "MLflow run", str),
 )
 """Name of a value of the summary, what it is called, and its form."""
 
@@ -245,12 +245,12 @@ def facts(summary: Summary) -> Iterator[Fact]:
         yield Fact("time by phase", ", ".join(parts))
 
 
-def value_or_reason(summary: Summary, name: str, label: str, form: str) -> Fact:
+def value_or_reason(summary: Summary, name: str, label: str, form: Callable[[Any], str]) -> Fact:
     """A value in its form, or why there is none."""
     value = asdict(summary)[name]
     if value is None:
         return Fact(label, summary.reason(name), known=False)
-    return Fact(label, form.format(value / 2**30 if name == "peak_memory_bytes" else value))
+    return Fact(label, form(value))
 
 
 def left_out(summary: Summary) -> Iterator[str]:

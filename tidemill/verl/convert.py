@@ -12,7 +12,7 @@ import yaml
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.run_file import parse_config
-from tidemill.verl.rule import Becomes, LeftOut, Never, Only, Part
+from tidemill.verl.rule import Becomes, LeftOut, Never, Only, Part, either
 from tidemill.verl.rules import DEFAULTS, rule_of
 from tidemill.verl.script import read_settings
 from tidemill.verl.word import Text, Unknown
@@ -98,9 +98,8 @@ def convert(script: str, arguments: Sequence[str], environment: Mapping[str, str
             punish_overlong(done, known, f"{place}reward_kwargs.")
     if done.refused:
         lines = "".join(f"\n  {setting}: {why}" for setting, why in done.refused.items())
-        fix = "Change them in the script, or behind its name: KEY=VALUE replaces, ~KEY takes out."
-        fix = f"Without a counterpart:{lines}\n{fix}"
-        raise ConfigError("SCRIPT", f"{len(done.refused)} settings", "what Tidemill has", fix)
+        fix = f"Change them in the script, or behind its name: KEY=VALUE replaces, ~KEY takes out.{lines}"
+        raise ConfigError("settings that do not convert", len(done.refused), "0", fix)
     return done.yaml()
 
 
@@ -122,7 +121,7 @@ def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
         done.refused[shown] = "only running the script could tell the value; write it out"
     elif isinstance(rule, Only):
         if not is_meant(rule, value):
-            done.refused[shown] = f"only {' or '.join(map(str, rule.values))}; {rule.why}"
+            done.refused[shown] = f"only {either(rule.values)}; {rule.why}"
         elif not origin:
             done.left_out[shown] = f"always so: {rule.why}"
     elif isinstance(rule, Part):

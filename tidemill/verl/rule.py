@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +99,17 @@ def single_file(value: Any) -> str:
     return str(files[0])
 
 
+def either(values: Iterable[Any]) -> str:
+    """Values in words, as a command of verl has them: nothing is `null`."""
+    return " or ".join("null" if value is None else str(value) for value in values)
+
+
 def one_of(table: Mapping[Any, Any]) -> Convert:
     """A value by name."""
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Hashable) or value not in table:
-            raise ValueError(" or ".join(map(str, table)))
+            raise ValueError(either(table))
         return table[value]
 
     return convert
