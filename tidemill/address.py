@@ -20,6 +20,7 @@ TRACKING = (
 PLACES = re.compile(r"databricks(://\S+)?|sqlite:///.+|(postgresql|mysql|mssql)(\+\w+)?://\S+")
 """What MLflow writes to besides a server; it writes to plain folders no more."""
 STORED = re.compile(r"s3://[^/\s]+/.*[^/\s].*")
+CREDENTIALS = re.compile(r"//[^/]*@")
 PAGES = ("ray", "mlflow", "store")
 """What `kubernetes.pages` may give the address of."""
 
@@ -32,8 +33,9 @@ def addresses(config: RunConfig) -> Iterator[ConfigError]:
     if tracking is not None and not is_tracking(tracking):
         yield ConfigError("tracking.uri", tracking, f"{TRACKING}; or null", "Mend it, or leave it out.")
     if endpoint != "embedded" and not is_server(endpoint, bare=True):
-        fix = "Mend it; the bucket is a setting of its own, store.bucket."
-        yield ConfigError("store.endpoint", endpoint, f"embedded, or {SERVER} of an S3 server", fix)
+        fix = "Mend it; the bucket is a setting of its own, store.bucket, and the keys come from the environment."
+        shown = CREDENTIALS.sub("//(not shown)@", endpoint)
+        yield ConfigError("store.endpoint", shown, f"embedded, or {SERVER} of an S3 server", fix)
     for name, page in config.kubernetes.pages.items():
         key = f"kubernetes.pages.{name}"
         if name not in PAGES:

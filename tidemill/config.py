@@ -7,7 +7,7 @@ What is fine alone and impossible together is refused with the key, the value, w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,6 +39,14 @@ from tidemill.sections import (
     TrainerConfig,
 )
 
+ANYTHING = (-math.inf, math.inf)
+BOUNDS = {
+    "exact_number": (0.0, 1.0),
+    "math_verify": (0.0, 1.0),
+    "reasoning_gym": (0.0, 1.0),
+    "overlong": (-math.inf, 0.0),
+}
+"""Smallest and largest reward of the functions that are known; see `rollout.rewards`."""
 REWARD_METRICS = ("mean", "std_in_group")
 
 
@@ -287,6 +295,10 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
         if value is not None and config.data.held_out is None:
             allowed = f"{0 if key == 'evaluation.every' else 'null'} without data.held_out"
             yield ConfigError(key, value, allowed, "Name a held-out file.")
+    best, most = config.registry.min_score, largest_reward(config.rewards)
+    if best is not None and best > most:
+        fix = "It is a mean reward, and no percentage."
+        yield ConfigError("registry.min_score", best, f"up to {most:g}, the most that the rewards give", fix)
     mode, every, engines = config.evaluation.mode, config.evaluation.every, config.rollout.engines
     if mode != "blocking" and every == 0:
         allowed = "blocking with evaluation.every = 0, which scores nothing during training"
@@ -297,6 +309,16 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
     if config.registry.alias == "champion":
         fix = "That alias goes to a version that scores no less than the one which has it. Leave this out."
         yield ConfigError("registry.alias", "champion", "another name than champion", fix)
+
+
+def largest_reward(rewards: Sequence[RewardConfig]) -> float:
+    """The largest weighted sum of rewards that is possible; infinite with functions that are not known."""
+    bounds = [
+        sorted(reward.weight * bound for bound in BOUNDS.get(reward.function, ANYTHING))
+        for reward in rewards
+        if reward.weight
+    ]
+    return sum(upper for _, upper in bounds)
 
 
 def reward_names(config: RunConfig) -> Iterator[ConfigError]:

@@ -93,13 +93,19 @@ def on_pods(config: RunConfig) -> Iterator[ConfigError]:
             yield ConfigError(f"kubernetes.runtime_env.{name}", value, allowed, "Remove it or mend the spelling.")
 
 
-def other_processor(config: RunConfig, gpus: bool) -> Iterator[str]:
-    """Settings of engines on the other kind of processor, for a notice: one file may serve both kinds of machine.
+def notices(config: RunConfig, gpus: bool) -> Iterator[str]:
+    """What a person should know of settings that are fine in a file, and have little effect in this run.
 
     Args:
-        config: of the run.
+        config: of the run; one file may serve short trials too, and both kinds of machine.
         gpus: whether engines get GPUs.
     """
+    warmup, steps = config.trainer.warmup_steps, config.trainer.steps * config.asynchrony.require_batches
+    if warmup > steps:
+        yield (
+            f"trainer.warmup_steps = {warmup} is more than the {steps} optimizer steps of the run, whose learning rate "
+            f"ends at {steps / warmup:.0%} of trainer.learning_rate"
+        )
     name = "cpu_kv_cache_gib" if gpus else "gpu_memory_utilization"
     if is_set(config.rollout, name):
         value = in_yaml(config.rollout.model_dump()[name])

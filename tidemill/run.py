@@ -25,7 +25,7 @@ from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.effects import other_processor
+from tidemill.effects import notices
 from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.excerpt import counted
@@ -154,7 +154,7 @@ class Run:
         engines_of_run = counted(config.rollout.engines, "engine")
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
-        for text in other_processor(config, engine_place(config).gpus > 0):
+        for text in notices(config, engine_place(config).gpus > 0):
             observer.notice(text)
         engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
         ranks = start_ranks(config, path, self.claim)

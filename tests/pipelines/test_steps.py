@@ -33,6 +33,7 @@ from tidemill.store.checkpoint import open_checkpoints
 
 BAD = "name: probe"
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
+OVERLONG = ("rewards.0.function=overlong", "registry.min_score=null")
 ASKED = ("", "", "", "", 0, 0, "", 0.0)  # what a form leaves open
 
 
@@ -48,9 +49,9 @@ SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, Non
             r"rewards.0.options = \{bonus: 1\}: .*unexpected .* 'bonus'",
         ),
         (["rewards.0.options={answer: 1}"], r"rewards.0.options = .*'answer'"),
-        (["rewards.0.function=overlong", "rewards.0.options={budget: 8}"], r"options = .*missing .* 'buffer'"),
+        ([*OVERLONG, "rewards.0.options={budget: 8}"], r"options = .*missing .* 'buffer'"),
         (
-            ["rewards.0.function=overlong", "rewards.0.options={budget: 8, buffer: 9}"],
+            [*OVERLONG, "rewards.0.options={budget: 8, buffer: 9}"],
             r"rewards.0.options = \{.*buffer: 9\}: .*0 < buffer <= budget",
         ),
         (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
@@ -82,7 +83,7 @@ def test_inputs_of_which_no_step_can_be_trained_are_refused(
     ],
 )
 def test_numbers_that_punish_no_length_are_refused(options: str, addition: RunConfig) -> None:
-    text = changed(addition, "rewards.0.function=overlong", f"rewards.0.options={options}")
+    text = changed(addition, *OVERLONG, f"rewards.0.options={options}")
     with pytest.raises(ConfigError, match=r"rewards\.0\.options = \{budget: .*a number above 0 as penalty"):
         check_inputs(parse_config(text))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from tidemill.config import RunConfig, fields
-from tidemill.effects import RUNTIME_ENVIRONMENT, other_processor
+from tidemill.effects import RUNTIME_ENVIRONMENT, notices
 from tidemill.errors import ConfigError, in_yaml
 from tidemill.run_file import PATTERNS, apply_override, load_config, parse_config
 from tidemill.sections import DNS_LABEL
@@ -461,12 +462,44 @@ def test_a_key_of_the_store_in_the_settings_is_refused_without_being_shown() -> 
     assert "abracadabra" not in str(error)
 
 
+def test_keys_in_the_address_of_the_store_are_refused_without_being_shown() -> None:
+    message = str(refusal("store.endpoint=http://me:abracadabra@minio:9000"))
+    assert "http://(not shown)@minio:9000" in message
+    assert "abracadabra" not in message
+
+
 def test_one_file_may_serve_machines_with_gpus_and_without_and_is_told_what_each_leaves_out() -> None:
     config = parse("rollout.cpu_kv_cache_gib=4", "rollout.gpu_memory_utilization=0.5")
-    [on_gpus], [without] = other_processor(config, True), other_processor(config, False)
+    [on_gpus], [without] = notices(config, True), notices(config, False)
     assert on_gpus.startswith("rollout.cpu_kv_cache_gib = 4 changes nothing")
     assert without.startswith("rollout.gpu_memory_utilization = 0.5 changes nothing")
-    assert [*other_processor(parse(), True), *other_processor(parse(), False)] == []
+    assert [*notices(parse(), True), *notices(parse(), False)] == []
+
+
+def test_a_warm_up_that_does_not_end_in_the_run_is_told() -> None:
+    batches = "asynchrony.require_batches=2"
+    assert [*notices(parse("trainer.warmup_steps=8", batches), True)] == []
+    [told] = notices(parse("trainer.warmup_steps=80", batches), True)
+    assert "more than the 8 optimizer steps" in told
+    assert "ends at 10% of" in told
+
+
+@pytest.mark.parametrize(
+    ("rewards", "most"),
+    [
+        ("[{function: exact_number}]", 1.0),
+        ("[{function: exact_number, weight: 2}, {function: overlong}]", 2.0),
+        ("[{function: math_verify, weight: -1}, {function: reasoning_gym, weight: 0.5}]", 0.5),
+        ("[{function: overlong, weight: -1}]", math.inf),
+        ("[{function: exact_number}, {function: 'mine:own'}]", math.inf),
+    ],
+)
+def test_a_score_that_the_rewards_cannot_give_is_refused(rewards: str, most: float) -> None:
+    settings = ("data.held_out=h.jsonl", f"rewards={rewards}")
+    assert parse(*settings, f"registry.min_score={min(most, 1e6)}").registry.min_score == min(most, 1e6)
+    if most < math.inf:
+        error = refusal(*settings, "registry.min_score=95")
+        assert (error.key, error.allowed) == ("registry.min_score", f"up to {most:g}, the most that the rewards give")
 
 
 ADDRESSES = {
