@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from own_time import OwnTime
 
 from tidemill.config import RunConfig
 from tidemill.run_file import load_config
@@ -13,8 +16,16 @@ from tidemill.store.mlflow_server import make_client
 
 ROOT = Path(__file__).parents[1]
 
-settings.register_profile("untimed", deadline=None)  # how long an example takes depends on how busy the machine is
+# How long an example takes, or to draw one, depends on how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The event loop of a test; that of one which is marked `own_time` has a time of its own."""
+    return {"loop": OwnTime if item.get_closest_marker("own_time") else asyncio.SelectorEventLoop}
 
 
 @pytest.fixture

@@ -17,7 +17,15 @@ HEAVY = ("torch", "ray", "vllm", "kfp", "mlflow")
 # Lowest first: a module may import from its own layer and from those below. The longest matching prefix counts.
 LAYERS = (
     ("tidemill", "tidemill.chatter", "tidemill.errors", "tidemill.records"),
-    ("tidemill.sections", "tidemill.config", "tidemill.run_file", "tidemill.failure", "tidemill.verl"),
+    (
+        "tidemill.address",
+        "tidemill.sections",
+        "tidemill.effects",
+        "tidemill.config",
+        "tidemill.run_file",
+        "tidemill.failure",
+        "tidemill.verl",
+    ),
     (
         "tidemill.protocols",
         "tidemill.rollout.deferral",

@@ -14,14 +14,16 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, model_validator
 
-from tidemill.errors import ConfigError
+from tidemill.address import addresses
+from tidemill.effects import on_pods, without_effect
+from tidemill.errors import ConfigError, in_yaml
 from tidemill.sections import (
+    DNS_LABEL,
     RANKS_PER_POD,
     AlgorithmConfig,
     AsynchronyConfig,
     CheckpointConfig,
     ClusterConfig,
-    Count,
     DataConfig,
     EvaluationConfig,
     KubernetesConfig,
@@ -32,6 +34,7 @@ from tidemill.sections import (
     Section,
     StoreConfig,
     SyncConfig,
+    Text,
     TrackingConfig,
     TrainerConfig,
 )
@@ -42,13 +45,13 @@ REWARD_METRICS = ("mean", "std_in_group")
 class RunConfig(Section):
     """A run, from prompts to a registered model."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
+    name: Annotated[str, Field(pattern=DNS_LABEL, max_length=63)]
     """Identifies the run: its folder, checkpoints and MLflow run. A restart under the same name resumes."""
-    model: Annotated[str, Field(min_length=1)]
+    model: Text
     """A local folder, `s3://bucket/prefix`, `models:/NAME/VERSION` of the registry, or a Hugging Face name."""
     output: Path = Path("runs")
     """Folder of run folders, the embedded store and the default MLflow file."""
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Order of prompts, sampling and initialisation."""
     data: DataConfig
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
@@ -165,6 +168,8 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from decoupled(config)
     yield from held_out(config)
     yield from reward_names(config)
+    yield from without_effect(config)
+    yield from addresses(config)
     yield from on_kubernetes(config)
 
 
@@ -243,12 +248,19 @@ def interruptions(config: RunConfig) -> Iterator[ConfigError]:
             f"false or null with {no_lead(config)}: no group is in flight at a weight sync",
             f"{more_lead(config)}, or leave partial rollouts out.",
         )
+    if a.pause_mode in ("keep", "abort") and config.synchronous:
+        yield ConfigError(
+            "asynchrony.pause_mode",
+            a.pause_mode,
+            f"wait or null with {no_lead(config)}: no group is in flight at a weight sync",
+            f"{more_lead(config)}, or leave the mode out.",
+        )
     if a.partial_rollout is not None and a.pause_mode is not None and a.partial_rollout == (a.pause_mode == "wait"):
         allowed = "keep or abort with" if a.partial_rollout else "wait without"
         yield ConfigError(
             "asynchrony.pause_mode",
             a.pause_mode,
-            f"{allowed} partial rollouts (asynchrony.partial_rollout = {a.partial_rollout})",
+            f"{allowed} partial rollouts (asynchrony.partial_rollout = {in_yaml(a.partial_rollout)})",
             "Leave one of the two out.",
         )
 
@@ -263,7 +275,7 @@ def decoupled(config: RunConfig) -> Iterator[ConfigError]:
         ("behaviour_cap", algorithm.behaviour_cap, defaults.behaviour_cap),
     ):
         if value != default:
-            allowed = f"{default!r} unless algorithm.old_log_prob is decoupled"
+            allowed = f"{in_yaml(default)} unless algorithm.old_log_prob is decoupled"
             fix = "Set algorithm.old_log_prob to decoupled, or leave this out."
             yield ConfigError(f"algorithm.{key}", value, allowed, fix)
 
@@ -313,8 +325,10 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
         ("store.endpoint", config.store.endpoint, "the http(s)://host:port of an S3 server"),
         ("tracking.uri", config.tracking.uri, "the address of an MLflow server"),
     ):
-        if value in ("shared_memory", "embedded", None) or (key == "tracking.uri" and is_file(str(value))):
+        if value in ("shared_memory", "embedded", None) or (key == "tracking.uri" and value.startswith("sqlite:")):
             yield ConfigError(key, value, f"{allowed} with cluster.provider = kuberay", apart)
+    yield from on_pods(config)
+    yield from sizes(config)
     if config.kubernetes.image.endswith(":latest"):
         fix = "Whatever stands behind latest may change between two pods of a run. Name a version."
         yield ConfigError("kubernetes.image", config.kubernetes.image, "a tag other than latest", fix)
@@ -328,10 +342,13 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError("trainer.ranks", config.trainer.ranks, "up to 8, or a multiple of 8", "A pod holds 8 ranks.")
 
 
-def is_file(tracking: str) -> bool:
-    """Whether MLflow would write to a file or folder at this address, of which every pod has its own."""
-    scheme, colon, _ = tracking.lower().partition(":")
-    return scheme == "file" or scheme.startswith("sqlite") or not (colon or scheme == "databricks")
+def sizes(config: RunConfig) -> Iterator[ConfigError]:
+    """Pods whose parts are larger than they are."""
+    for role, pod in (("trainer", config.kubernetes.trainer), ("rollout", config.kubernetes.rollout)):
+        if pod.shared_memory_gib > pod.memory_gib:
+            key, allowed = f"kubernetes.{role}.shared_memory_gib", f"up to {pod.memory_gib}, the pod's memory_gib"
+            fix = "What is written there counts as memory of the pod."
+            yield ConfigError(key, pod.shared_memory_gib, allowed, fix)
 
 
 def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:

@@ -23,6 +23,13 @@ All of them survive pickling, because they cross Ray's process boundary.
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Mapping
+
+PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
+
 
 class TidemillError(Exception):
     """Base of all errors raised on purpose; its text is one complete message for the user."""
@@ -33,7 +40,7 @@ class ConfigError(TidemillError, ValueError):
 
     def __init__(self, key: str, value: object, allowed: str, fix: str) -> None:
         self.key, self.value, self.allowed, self.fix = key, value, allowed, fix
-        super().__init__(f"{key} = {value!r}: allowed is {allowed}. {fix}")
+        super().__init__(f"{key} = {in_yaml(value)}: allowed is {allowed}. {fix}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         return type(self), (self.key, self.value, self.allowed, self.fix)
@@ -105,3 +112,34 @@ class ClusterError(TidemillError, RuntimeError):
 
 class RunError(TidemillError, RuntimeError):
     """A run cannot go on; the cause is chained or quoted in the message."""
+
+
+def in_yaml(value: object) -> str:
+    """A value as it would stand in a run file, in one line; texts in quotes, so that one sees where they end."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return number_in_yaml(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key_in_yaml(key)}: {in_yaml(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_yaml, value))}]"
+    if isinstance(value, int):
+        return str(value)
+    text = str(value)
+    return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)
+
+
+def number_in_yaml(value: float) -> str:
+    """A number with the dot without which YAML takes 1e-06 for a text."""
+    if not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    text = repr(value)
+    return text if "." in text else text.replace("e", ".0e")
+
+
+def key_in_yaml(key: object) -> str:
+    """A key of a mapping, with quotes only where it needs some."""
+    return key if isinstance(key, str) and PLAIN.fullmatch(key) else in_yaml(key)

@@ -182,13 +182,19 @@ class Evaluation:
         version: the one version that all answers were sampled from, start to end.
         score: mean reward.
         answers: one per prompt, in the order of the data.
-        skipped: prompts left out (too long, or quarantined), by reason.
+        skipped: prompts left out, by reason: `too_long`, `reward_error`, `reward_timeout`, `kills_engine`.
     """
 
     version: int
     score: float
     answers: tuple[Answer, ...]
     skipped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> str:
+        """What the score says nothing of, in words; "" if nothing."""
+        counted = ", ".join(f"{number} {reason}" for reason, number in sorted(self.skipped.items()))
+        return f"held-out prompts without an answer, which the score leaves out: {counted}" if counted else ""
 
 
 def evaluation_from_json(text: str) -> Evaluation | None:

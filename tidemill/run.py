@@ -19,12 +19,13 @@ from functools import partial
 from typing import Any
 
 from tidemill.actors.engine import start_engine
-from tidemill.actors.placement import apart, check_gpus, pods_ready, service_place
+from tidemill.actors.placement import apart, check_gpus, engine_place, pods_ready, service_place
 from tidemill.actors.queue import RemoteQueue, start_queue
 from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
+from tidemill.effects import other_processor
 from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.excerpt import counted
@@ -153,6 +154,8 @@ class Run:
         engines_of_run = counted(config.rollout.engines, "engine")
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
+        for text in other_processor(config, engine_place(config).gpus > 0):
+            observer.notice(text)
         engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
         ranks = start_ranks(config, path, self.claim)
         asynchrony, capacity = config.asynchrony, config.queue_capacity

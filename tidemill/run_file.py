@@ -14,15 +14,29 @@ from pydantic import BaseModel, ValidationError
 
 from tidemill.config import RunConfig, fields
 from tidemill.errors import ConfigError
-from tidemill.sections import RewardConfig
+from tidemill.sections import (
+    ALIAS,
+    BUCKET,
+    DNS_LABEL,
+    LABEL,
+    OBJECT_NAME,
+    REGISTERED,
+    RESOURCE,
+    TAGGED_IMAGE,
+    VARIABLE,
+    RewardConfig,
+)
 
 PATTERNS = {
-    "name": "lower-case letters, digits and dashes, with a letter or digit first and last",
-    "store.bucket": "lower-case letters, digits, dots and dashes, with a letter or digit first and last",
-    "registry.model": "letters, digits, dots, underscores and dashes",
-    "registry.alias": "letters, digits, underscores and dashes, with a letter first",
-    "kubernetes.namespace": "lower-case letters, digits and dashes, with a letter or digit first and last",
-    "kubernetes.image": "an image with a tag, such as registry/name:1.0, or with a digest @sha256:...",
+    DNS_LABEL: "lower-case letters, digits and dashes, with a letter or digit first and last",
+    OBJECT_NAME: "lower-case letters, digits, dashes and dots, with a letter or digit on both sides of a dot",
+    RESOURCE: "the name of an extended resource, such as nvidia.com/gpu",
+    LABEL: "the value of a label, such as NVIDIA-H100-80GB-HBM3: letters, digits, dashes, dots and underscores",
+    VARIABLE: "letters, digits, underscores, dots and dashes, with a letter or underscore first",
+    BUCKET: "lower-case letters, digits, dots and dashes, with a letter or digit first and last",
+    REGISTERED: "letters, digits, dots, underscores and dashes",
+    ALIAS: "letters, digits, underscores and dashes, with a letter first",
+    TAGGED_IMAGE: "an image with a tag, such as registry/name:1.0, or with a digest @sha256:...",
 }
 """What the patterns of text settings allow, in words."""
 TRUNCATED = ("rollout.top_p", "rollout.top_k")
@@ -31,6 +45,17 @@ KINDS = {"str": "a text", "list": "a list", "NoneType": "nothing"}
 """What a file may hold instead of settings."""
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 """A section, as pydantic calls it."""
+OF_PYDANTIC = ("[key]", "str", "int")
+"""Parts of a place that are no keys: that a mapping's key is meant, and which type of several was tried."""
+WORDS = {"bool_type": "true or false", "bool_parsing": "true or false", "path_type": "a path"}
+"""What is allowed, where pydantic's word for it is none of YAML."""
+NUMBERS = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing", "truth"), "a number"),
+}
+"""What is allowed by pydantic's word for what is no number."""
+UNITS = {"_s": ", in seconds", "_gib": ", in GiB", "_hours": ", in hours", "_tokens": ", in tokens"}
+"""How settings end that are in a unit."""
 NOISE = re.compile(r"^\w+ should (be|have) | after validation, not \d+$")
 """What pydantic says around what is allowed."""
 
@@ -54,7 +79,8 @@ class Loader(yaml.SafeLoader):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `key.path=value` overrides and validate.
 
-    Files that the config names are taken relative to the config file's folder; `output` to the working directory.
+    Files that the config names are taken relative to the config file's folder; `output` to the working directory; `~`
+    is the user's own folder.
 
     Raises:
         ConfigError: naming key, value, what is allowed and what to do.
@@ -66,7 +92,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError("config", str(path), "a readable YAML file", f"{error}.") from error
     config = parse_config(text, overrides, base=path.resolve().parent, name=str(path))
     # Absolute, because processes elsewhere in a Ray cluster work in other folders.
-    return config.model_copy(update={"output": config.output.resolve()})
+    return config.model_copy(update={"output": config.output.expanduser().resolve()})
 
 
 def parse_config(
@@ -165,7 +191,7 @@ def anchor_data_files(tree: dict[str, Any], base: Path) -> None:
     for key in ("train", "held_out"):
         source = data.get(key)
         if isinstance(source, str) and "://" not in source:
-            data[key] = str(base / source)
+            data[key] = str(base / Path(source).expanduser())
 
 
 def explain(error: ValidationError) -> ConfigError:
@@ -174,20 +200,23 @@ def explain(error: ValidationError) -> ConfigError:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause
-    key = ".".join(str(part) for part in first["loc"])
+    unknown = first["type"] == "extra_forbidden"
+    key = ".".join(str(part) for part in first["loc"] if unknown or part not in OF_PYDANTIC)
     if key in TRUNCATED:
         return truncated(key, first["input"])
-    if first["type"] == "extra_forbidden":
+    if unknown:
         siblings = sibling_keys(first["loc"])
         allowed = f"one of the keys {', '.join(siblings)}"
         return ConfigError(key, first["input"], allowed, f"{meant(key, siblings)}Remove it or mend the spelling.")
     if first["type"] == "missing":
         return ConfigError(key, None, "a value; it has no default", "Add it to the config file.")
     if first["type"] == "string_pattern_mismatch":
-        return ConfigError(key, first["input"], PATTERNS[key], "Mend it.")
+        return ConfigError(key, first["input"], PATTERNS[first["ctx"]["pattern"]], "Mend it.")
     more = len(error.errors()) - 1
     rest = f" ({more} more settings are wrong.)" if more else ""
-    allowed = MAPPING.sub("a mapping", NOISE.sub("", first["msg"]))
+    allowed = WORDS.get(first["type"]) or MAPPING.sub("a mapping", NOISE.sub("", first["msg"]))
+    if first["type"] in NUMBERS:
+        allowed = f"{NUMBERS[first['type']]}{next((unit for end, unit in UNITS.items() if key.endswith(end)), '')}"
     return ConfigError(key, first["input"], allowed, f"See docs/configuration.md.{rest}")
 
 
@@ -204,7 +233,7 @@ def truncated(key: str, value: object) -> ConfigError:
 def meant(key: str, siblings: Sequence[str]) -> str:
     """A question after the setting that was probably meant: a similar one, or one of this name in another section."""
     section, _, name = key.rpartition(".")
-    near = [f"{section}.{found}".lstrip(".") for found in difflib.get_close_matches(name, siblings, 1, 0.75)]
+    near = [f"{section}.{found}".lstrip(".") for found in difflib.get_close_matches(name.lower(), siblings, 1, 0.75)]
     found = [*near, *(known for known, _, _ in fields() if known.rpartition(".")[2] == name)]
     return f"Did you mean {found[0]}? " if found else ""
 

@@ -12,13 +12,22 @@ from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Cores = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Cores = Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]  # a year, which every timer can hold
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+RESOURCE = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+LABEL = r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
+BUCKET = r"^[a-z0-9][a-z0-9.-]+[a-z0-9]$"
+REGISTERED = r"^[A-Za-z0-9._-]+$"
+ALIAS = r"^[A-Za-z][A-Za-z0-9_-]*$"
 TAGGED_IMAGE = r"^[^\s:@]+(:\d+/[^\s:@]+)?(:\w[\w.-]{0,127}|@sha256:[0-9a-f]{64})$"
+ObjectName = Annotated[str, Field(pattern=OBJECT_NAME, max_length=253)]
 RANKS_PER_POD = 8
 """Trainer ranks in one pod at most, as GPUs in a machine."""
 OldLogProb = Literal["rollout", "version_start", "decoupled"]
@@ -43,16 +52,16 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Where prompts come from."""
 
-    train: str
+    train: Text
     """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file, or `s3://BUCKET/KEY` at
     `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two take options, of
     `datasets.load_dataset` and of `reasoning_gym.create_dataset`: `hf://openai/gsm8k:train?name=main`,
     `reasoning_gym://TASK?seed=2&size=50`."""
-    held_out: str | None = None
+    held_out: Text | None = None
     """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
-    prompt_key: str = "prompt"
+    prompt_key: Text = "prompt"
     """Column of the question: a string, or a list of chat messages with `role` and `content`."""
-    answer_key: str = "answer"
+    answer_key: Text = "answer"
     """Column of the reference answer, or `a.b` for a value in the mappings of column `a`; may be absent from the data.
     All other columns reach the rewards too."""
     system_prompt: str | None = None
@@ -69,7 +78,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """One reward function; a rollout's reward is the weighted sum of all of them."""
 
-    function: str
+    function: Text
     """`exact_number` (the first number in the response against the answer), `math_verify`, `reasoning_gym`, `overlong`
     (soft punishment of long responses, with the options `budget`, `buffer` and `penalty`), or an import path
     `package.module:function`."""
@@ -94,7 +103,7 @@ class RolloutConfig(Section):
     """Response budget in tokens."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Sampling temperature; log-probs are those of the tempered distribution on both sides."""
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop: list[Text] = Field(default_factory=list)
     """Strings that end a response, besides the end-of-sequence token."""
     concurrent_samples_per_replica: Positive = 16
     """Groups in flight per engine (verl's samples are groups)."""
@@ -131,9 +140,10 @@ class AsynchronyConfig(Section):
 
     max_staleness: Count = 1
     """Hard bound on the age of any trained token, in policy versions; 0 is synchronous training."""
-    staleness_threshold: NonNegative | None = None
+    staleness_threshold: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] | None = None
     """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained, rounded down
-    (verl). One that adds no whole group is the same as 0: nothing runs ahead."""
+    (verl). One that adds no whole group is the same as 0: nothing runs ahead; above `max_staleness` only `drop` makes
+    use of one."""
     staleness_strategy: Literal["pace", "drop", "wait"] = "pace"
     """What keeps the bound: pace starts only what can be trained in time and cancels the few that are overtaken, drop
     starts what engines and queue hold and replaces what became too old, wait lets the trainer wait for the oldest."""
@@ -254,7 +264,7 @@ class StoreConfig(Section):
 
     endpoint: str = "embedded"
     """`embedded` starts a server of its own below `output`; or the `http(s)://host:port` of any S3 server."""
-    bucket: Annotated[str, Field(min_length=3, max_length=63, pattern=r"^[a-z0-9][a-z0-9.-]+[a-z0-9]$")] = "tidemill"
+    bucket: Annotated[str, Field(min_length=3, max_length=63, pattern=BUCKET)] = "tidemill"
     """Bucket for checkpoints and models; made if it does not exist."""
 
 
@@ -273,19 +283,20 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: str | None = None
-    """Tracking server; null writes to an SQLite file below `output`."""
-    experiment: str = "tidemill"
+    """The `http(s)://host:port` of a tracking server, `databricks`, or a database as MLflow names it, such as
+    `sqlite:///FILE`; null writes to an SQLite file below `output`."""
+    experiment: Text = "tidemill"
     """Experiment that the runs stand in."""
 
 
 class RegistryConfig(Section):
     """The gate before a model version is registered."""
 
-    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
+    model: Annotated[str, Field(pattern=REGISTERED)] | None = None
     """Name of the registered model; null takes the run's `name`."""
     min_score: Number | None = None
     """Held-out score that the policy must reach; null asks only that it did not get worse."""
-    alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "candidate"
+    alias: Annotated[str, Field(pattern=ALIAS)] = "candidate"
     """Alias that the new version gets; it also becomes the `champion` if it scores no less than the present one."""
 
 
@@ -337,22 +348,22 @@ class KubernetesConfig(Section):
     """Where the cluster is made; that of the pipeline's own pods, so that they can own it."""
     image: Annotated[str, Field(pattern=TAGGED_IMAGE)] = "tidemill-gpu:0.1.0"
     """Image of all Ray pods, with a tag other than `latest` or a digest."""
-    image_pull_secrets: list[str] = Field(default_factory=list)
+    image_pull_secrets: list[ObjectName] = Field(default_factory=list)
     """Secrets to pull the image with."""
-    service_account: str = "tidemill-ray"
+    service_account: ObjectName = "tidemill-ray"
     """Service account of the pods; it needs no permission. No container sees its token but the autoscaler's, where the
     cluster grows and shrinks (`max_engines`)."""
-    store_secret: str = "tidemill-store"
+    store_secret: ObjectName = "tidemill-store"
     """Secret with the keys `access_key` and `secret_key` of the object store."""
-    secrets: list[str] = Field(default_factory=list)
+    secrets: list[ObjectName] = Field(default_factory=list)
     """Further secrets whose keys become environment variables of the Ray pods, such as HF_TOKEN."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the Ray pods; nothing secret."""
+    env: dict[Annotated[str, Field(pattern=VARIABLE)], str] = Field(default_factory=dict)
+    """Environment variables of the Ray pods; nothing secret, and none that a run sets itself."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's runtime environment, for code that is not in the image: `working_dir`, `py_modules`, `pip`."""
-    gpu_resource: str | None = "nvidia.com/gpu"
+    gpu_resource: Annotated[str, Field(pattern=RESOURCE)] | None = "nvidia.com/gpu"
     """Resource that a GPU is counted as; null runs on the CPU."""
-    gpu_type: str | None = None
+    gpu_type: Annotated[str, Field(pattern=LABEL, max_length=63)] | None = None
     """Value of the node label `nvidia.com/gpu.product`, such as `NVIDIA-H100-80GB-HBM3`; null takes any."""
     max_engines: Positive | None = None
     """The rollout group grows from `rollout.engines` up to this while the trainer waits for groups, and shrinks again
@@ -361,20 +372,20 @@ class KubernetesConfig(Section):
     """Labels of the nodes for trainer and rollout pods."""
     tolerations: list[dict[str, str | int]] = Field(default_factory=list)
     """Taints that trainer and rollout pods tolerate, as in a pod: `key`, `operator`, `value`, `effect`."""
-    trainer_priority_class: str | None = None
+    trainer_priority_class: ObjectName | None = None
     """Priority class of head and trainer pods."""
-    rollout_priority_class: str | None = None
+    rollout_priority_class: ObjectName | None = None
     """Priority class of rollout pods, which a run can lose and replace."""
-    queue: str | None = None
+    queue: ObjectName | None = None
     """Kueue LocalQueue that admits the run; it is created suspended."""
     head: HeadPod = Field(default_factory=HeadPod)
     trainer: TrainerPod = Field(default_factory=TrainerPod)
     rollout: RolloutPod = Field(default_factory=RolloutPod)
-    start_timeout_s: Annotated[int, Field(ge=60)] = 3600
+    start_timeout_s: Annotated[int, Field(ge=60, le=31_536_000)] = 3600
     """A cluster that does not run by then is deleted: no room, or a long image pull."""
-    max_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 168.0
+    max_hours: Annotated[float, Field(gt=0, le=87_600, allow_inf_nan=False)] = 168.0
     """The whole cluster is deleted after this, whatever it does."""
-    keep_s: Count = 300
+    keep_s: Annotated[int, Field(ge=0, le=31_536_000)] = 300
     """Seconds that a finished cluster stays, so that its dashboard can be read."""
     gpu_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Budget of the run over all attempts, GPUs times hours of their pods; when it is used up the run commits a

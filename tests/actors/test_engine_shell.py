@@ -16,7 +16,7 @@ from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 
 pytestmark = pytest.mark.slow
 CROWD = 3000
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 class CrowdedActor(EngineActor):

@@ -81,7 +81,7 @@ def store(admin: KubernetesCluster, tmp_path_factory: pytest.TempPathFactory) ->
         yield connected(f"http://{address}:{ports[0]}", keys)
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 def address_for_pods(admin: KubernetesCluster) -> str:
@@ -99,7 +99,7 @@ def address_for_pods(admin: KubernetesCluster) -> str:
 
 
 def connected(endpoint: str, keys: tuple[str, str]) -> ObjectStore:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
             return ObjectStore.connect(endpoint, "tidemill", *keys)

@@ -15,7 +15,7 @@ import pytest
 from cluster_rig import IMAGE
 from minio import Minio
 from minio.error import S3Error
-from platform_rig import KEYS, Platform, eventually, images_of_nodes, needed, new_platform, pod
+from platform_rig import KEYS, READY_S, Platform, eventually, images_of_nodes, needed, new_platform, pod
 
 from tidemill.store.object_store import ObjectStore
 
@@ -207,10 +207,22 @@ def test_mlflow_is_found_again_after_its_pod_is_lost(platform: Platform) -> None
 
     with platform.forwarded("mlflow", 5000) as address:
         MlflowClient(f"http://{address}").create_registered_model("kept")
+    lost = ready(platform, "mlflow")
     platform.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=mlflow", "--force", "--grace-period=0")
-    platform.wait("deployment/mlflow")
+    eventually("another MLflow", lambda: ready(platform, "mlflow") - lost, READY_S)  # the deployment hears of it later
     with platform.forwarded("mlflow", 5000) as address:
         assert MlflowClient(f"http://{address}").get_registered_model("kept").name == "kept"
+
+
+def ready(platform: Platform, component: str) -> set[str]:
+    """UIDs of a component's pods that are ready."""
+    chosen = f"app.kubernetes.io/component={component}"
+    pods = json.loads(platform.kubectl("get", "pods", "-l", chosen, "-o", "json").stdout)["items"]
+    return {
+        each["metadata"]["uid"]
+        for each in pods
+        if {"Ready": "True"}.items() <= {c["type"]: c["status"] for c in each["status"].get("conditions", ())}.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -221,7 +233,7 @@ def test_mlflow_answers_by_its_own_names_only(platform: Platform, host: str, sta
         request = urllib.request.Request(f"http://{address}/api/2.0/mlflow/experiments/search?max_results=1")
         request.add_header("Host", host)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 assert answer.status == status
         except urllib.error.HTTPError as refused:
             assert refused.code == status
@@ -229,7 +241,7 @@ def test_mlflow_answers_by_its_own_names_only(platform: Platform, host: str, sta
 
 def test_the_reaper_runs_to_its_end(platform: Platform) -> None:
     platform.kubectl("create", "job", "reap-now", "--from=cronjob/tidemill-reaper")
-    eventually("reaper", lambda: finished(platform, "reap-now"), 120)
+    eventually("reaper", lambda: finished(platform, "reap-now"), 300)
     log = platform.kubectl("logs", "job/reap-now").stdout
     assert succeeded(platform, "reap-now"), log
 
@@ -253,7 +265,7 @@ def status(url: str, login: str | None = None) -> int:
     if login is not None:
         request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as refused:
         return refused.code

@@ -47,7 +47,7 @@ def test_a_watcher_that_is_started_again_attaches_and_a_stop_ends_the_run_well(b
         bench.until_shown("   2/500")
         bench.admin.patch(RAY_JOBS, bench.job(), {"metadata": {"annotations": {STOP: "enough learned"}}})
         again = bench.follow()
-        assert first.result(120) == again
+        assert first.result(240) == again
     assert 2 <= again.steps < 500
     assert again.missing == {"steps": "enough learned"}
     assert max(steps_of(bench)) == again.steps
@@ -77,6 +77,7 @@ def test_what_is_lost_is_answered_with_an_attempt_that_goes_on(
     bench: Bench, kind: Kind, victim: Callable[[Bench], str], told: str
 ) -> None:
     bench.kubernetes, bench.trainer_steps = {"max_restarts": 1}, 12
+    bench.env |= {"STUB_HOLD": "6"}
     bench.provision()
     with bench.followed() as watched:
         bench.until_shown("   3/12")

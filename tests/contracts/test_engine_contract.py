@@ -21,6 +21,7 @@ from tidemill.sections import RolloutConfig
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = np.arange(3, 13, dtype=np.int32)
 BUDGET = 200
+DEADLINE_S = 300.0
 ATTEMPTS = 50  # at what an engine, which is a process of its own, may have done before a busy machine lets us go on
 SAMPLING = Sampling(n=4, max_tokens=BUDGET, temperature=1.0)
 
@@ -106,12 +107,17 @@ async def test_new_requests_come_from_the_new_version(case: Case, mode: str) -> 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_a_group_goes_on_over_an_update_within_its_budget(case: Case, mode: str) -> None:
     long = Sampling(n=4, max_tokens=BUDGET, temperature=0.0)
-    before, task = case.newest, await case.midway("o", long)
-    await case.engine.update_weights(case.next_update(), mode)  # type: ignore[arg-type]
-    for sample in await task:
-        assert len(sample.token_ids) == len(sample.log_probs) == sample.versions[-1].end <= BUDGET
-        assert [span.version for span in sample.versions] in ([before, before + 1], [before])
-        assert sample.finish_reason != "abort"
+    for _ in range(ATTEMPTS):
+        before, task = case.newest, await case.midway("o", long)
+        await case.engine.update_weights(case.next_update(), mode)  # type: ignore[arg-type]
+        group = await task
+        for sample in group:
+            assert len(sample.token_ids) == len(sample.log_probs) == sample.versions[-1].end <= BUDGET
+            assert {span.version for span in sample.versions} <= {before, before + 1}
+            assert sample.finish_reason != "abort"
+        if any(len(sample.versions) == 2 for sample in group):
+            return
+    raise AssertionError("no sample was under way")
 
 
 async def test_wait_lets_a_group_finish_first(case: Case) -> None:
@@ -126,7 +132,7 @@ async def test_an_update_that_fails_resumes_the_old_version_and_says_so(case: Ca
     with pytest.raises(SyncError, match="999"):
         await case.engine.update_weights(case.refused, mode)
     assert await case.engine.version() == case.newest
-    for sample in await asyncio.wait_for(task, 60):
+    for sample in await asyncio.wait_for(task, DEADLINE_S):
         assert {span.version for span in sample.versions} == {case.newest}
         assert len(sample.token_ids) <= BUDGET
         assert sample.finish_reason != "abort"
@@ -138,7 +144,7 @@ async def test_updates_at_once_come_one_after_the_other_and_the_same_one_twice_i
     updates = [(case.next_update(), mode) for mode in modes]
     await asyncio.gather(*(case.engine.update_weights(*update) for update in [*updates, updates[-1]]))
     assert await case.engine.version() == case.newest
-    for sample in await asyncio.wait_for(task, 60):
+    for sample in await asyncio.wait_for(task, DEADLINE_S):
         versions = [span.version for span in sample.versions]
         assert versions == sorted(set(versions))
         assert len(sample.token_ids) == len(sample.log_probs) == sample.versions[-1].end <= BUDGET
@@ -193,11 +199,11 @@ async def test_no_interleaving_of_updates_aborts_and_cancellations_leaves_an_eng
                 cancelled.cancel()
                 continue
         updates.append(asyncio.create_task(case.engine.update_weights(update, random.choice(modes))))
-    results = await asyncio.wait_for(asyncio.gather(*updates, return_exceptions=True), 60)
+    results = await asyncio.wait_for(asyncio.gather(*updates, return_exceptions=True), DEADLINE_S)
     await asyncio.gather(cancelled, return_exceptions=True)
     assert {type(result) for result in results} <= {type(None), SyncError}
     assert await case.engine.version() == case.newest
-    for sample in [sample for group in await asyncio.wait_for(asyncio.gather(*tasks), 60) for sample in group]:
+    for sample in [sample for group in await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S) for sample in group]:
         versions = [span.version for span in sample.versions]
         assert versions == sorted(set(versions))
         assert len(sample.token_ids) == len(sample.log_probs) <= 40
@@ -209,7 +215,7 @@ async def test_an_aborted_group_returns_what_it_has(case: Case) -> None:
     for _ in range(ATTEMPTS):
         task = await case.midway("a")
         await case.engine.abort(["a", "unknown"])
-        group = await asyncio.wait_for(task, 60)
+        group = await asyncio.wait_for(task, DEADLINE_S)
         assert len(group) == 4
         assert all(len(sample.token_ids) < BUDGET for sample in group if sample.finish_reason == "abort")
         if "abort" in {sample.finish_reason for sample in group}:
@@ -218,10 +224,13 @@ async def test_an_aborted_group_returns_what_it_has(case: Case) -> None:
 
 
 async def test_an_abort_before_the_first_token_ends_the_group_too(case: Case) -> None:
-    task = asyncio.create_task(case.engine.generate("b", PROMPT, SAMPLING))
-    await asyncio.sleep(0)
-    await case.engine.abort(["b"])
-    assert "abort" in {sample.finish_reason for sample in await asyncio.wait_for(task, 60)}
+    for _ in range(ATTEMPTS):
+        task = asyncio.create_task(case.engine.generate("b", PROMPT, SAMPLING))
+        await asyncio.sleep(0)
+        await case.engine.abort(["b"])
+        if "abort" in {sample.finish_reason for sample in await asyncio.wait_for(task, DEADLINE_S)}:
+            return
+    raise AssertionError("no sample was aborted")
 
 
 async def test_cancelling_ends_the_request(case: Case) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from tidemill.errors import DataError, EngineError
 from tidemill.protocols import Sampling
 from tidemill.records import VersionSpan
-from tidemill.rollout.sample import Sample, prompt_log_probs, sampling_options
+from tidemill.rollout.sample import Sample, prompt_log_probs, sampling_options, settled
+
+SPECIAL = 256
 
 
 @dataclass
@@ -29,7 +33,6 @@ class Piece:
     weight_versions: list[Any] = field(default_factory=list)
     finish_reason: str = "abort"
     stop_reason: str | None = None
-    text: str = ""
 
 
 def piece(tokens: int, version: str, reason: str = "abort") -> Piece:
@@ -53,28 +56,69 @@ def test_pieces_of_one_version_make_one_span() -> None:
     assert sample.completion().versions == (VersionSpan(4, 0, 5),)
 
 
+def decode(token_ids: Sequence[int]) -> str:
+    """Tokens are bytes, and what is above is special."""
+    return bytes(token for token in token_ids if token < SPECIAL).decode(errors="replace")
+
+
+def kept(*stop: str) -> Callable[[Sequence[int]], int]:
+    return partial(settled, stop=stop, decode=decode)
+
+
+def saying(text: bytes, version: str, reason: str = "abort", special: int = 0) -> Piece:
+    tokens = [*text, *[SPECIAL] * special]
+    return replace(piece(len(tokens), version, reason), token_ids=tokens)
+
+
 @pytest.mark.parametrize(
-    ("text", "kept"),
-    [("yes.\nE", 2), ("yes.\n", 3), ("no", 4), ("yes.", 4), ("\nEN", 1)],  # a token may be as short as a character
+    ("text", "left"),
+    [
+        ("yes.\nE", "yes."),
+        ("yes.\n", "yes."),
+        ("no", "no"),
+        ("yes.", "yes."),
+        ("\nEN", ""),
+        ("答终", "答"),
+        ("答", "答"),
+    ],
 )
-def test_a_stop_string_that_an_abort_cut_in_two_is_sampled_once_more(text: str, kept: int) -> None:
+@pytest.mark.parametrize("special", [0, 2])
+def test_a_stop_string_that_an_abort_cut_in_two_is_sampled_once_more(text: str, left: str, special: int) -> None:
+    settle = kept("\nEND", "终于")
     sample = Sample()
-    sample.extend(replace(piece(2, "4"), text="yes"), ["\nEND"])
-    sample.extend(replace(piece(4, "5"), text=text), ["\nEND"])
-    cut = sample.completion()
-    assert cut.token_ids.tolist() == [0, 1, *range(kept)]
-    assert cut.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 2 + kept))
+    sample.extend(saying(b"yes", "4"), settle)
+    sample.extend(saying(text.encode(), "5", special=special), settle)
+    done, length = sample.completion(), len(left.encode()) + (special if text == left else 0)
+    assert decode(done.token_ids.tolist()) == "yes" + left
+    assert done.versions == (VersionSpan(4, 0, 3), *([VersionSpan(5, 3, 3 + length)] if length else []))
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_character_that_an_abort_cut_is_sampled_once_more_where_there_are_stop_strings(missing: int) -> None:
+    """Else vLLM's next request has the text of the prompt too, which may well speak of the stop string."""
+    sample = Sample()
+    sample.extend(saying("42 答".encode()[:-missing], "4"), kept("</answer>"))
+    assert decode(sample.token_ids) == "42 "
+    without = Sample()
+    without.extend(saying("42 答".encode()[:-missing], "4"))
+    assert len(without.token_ids) == 6 - missing
+
+
+def test_what_is_no_text_at_all_is_not_sampled_once_more_for_ever() -> None:
+    sample = Sample()
+    sample.extend(saying(b"\xff" * 9, "4"), kept("</answer>"))
+    assert len(sample.token_ids) == 9
 
 
 def test_a_stop_string_takes_no_token_from_a_sample_that_has_ended() -> None:
     sample = Sample()
-    sample.extend(replace(piece(4, "5", "length"), text="yes.\nE"), ["\nEND"])
-    assert len(sample.completion().token_ids) == 4
+    sample.extend(saying(b"yes.\nE", "5", "length"), kept("\nEND"))
+    assert len(sample.completion().token_ids) == 6
 
 
 def test_what_was_cut_within_a_stop_string_only_begins_again() -> None:
     sample = Sample()
-    sample.extend(replace(piece(2, "4"), text="\nEN"), ["\nEND"])
+    sample.extend(saying(b"\nEN", "4"), kept("\nEND"))
     assert (sample.token_ids, sample.log_probs, sample.spans, sample.reason) == ([], [], [], "abort")
 
 

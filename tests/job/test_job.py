@@ -88,7 +88,7 @@ def trains(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
 
 def waits(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
     """A training that goes on until it is stopped."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while stop.reason is None:
         assert time.monotonic() < deadline, "nobody stopped it"
         time.sleep(0.01)

@@ -36,8 +36,8 @@ from tidemill.store.mlflow_server import make_client
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-STEPS, TIMEOUT_S = 4, 500
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400), pytest.mark.filterwarnings("default")]
+STEPS, TIMEOUT_S = 4, 1500
 TRAINERS = {"tidemill_trainer": 1, "tidemill_service": 1000}
 NODES = {"trainer-0": TRAINERS, "trainer-1": TRAINERS, "rollout": {"tidemill_rollout": 1}}
 
@@ -118,14 +118,14 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
 
 
 def wait_for_node(log: Path) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while "Ray runtime started" not in (text := log.read_text()):
         assert time.monotonic() < deadline and "Exception" not in text, text
         time.sleep(0.2)
 
 
 def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -159,7 +159,7 @@ def settings(folder: Path, store: ObjectStore, mlflow: str) -> dict[str, Any]:
         "store": {"endpoint": store.endpoint},
         "tracking": {"uri": mlflow},
         "cluster": {"provider": "kuberay"},
-        "kubernetes": {"gpu_resource": None, "start_timeout_s": 200},
+        "kubernetes": {"gpu_resource": None, "start_timeout_s": 900},
     }
 
 

@@ -11,7 +11,7 @@ from tidemill.errors import ClusterError
 from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS, Cluster, Kind, name_of
 
 NOTHING = Kind("tidemill.dev", "v1", "nothings", belongs_to="nobody")
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 def suspended(name: str) -> dict[str, object]:

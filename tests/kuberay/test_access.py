@@ -84,7 +84,7 @@ def test_a_secret_that_is_missing_or_wrong_is_named(
     ("setting", "message"),
     [
         ("kubernetes.gpu_type=B200", "kubernetes.gpu_type = 'B200': allowed is a GPU that some node has: NVIDIA-H100"),
-        ("kubernetes.node_selector={pool: gpu}", "kubernetes.node_selector = {'pool': 'gpu'}: allowed is labels of"),
+        ("kubernetes.node_selector={pool: gpu}", "kubernetes.node_selector = {pool: 'gpu'}: allowed is labels of"),
         ("rollout.tensor_parallel_size=16", "rollout.tensor_parallel_size = 16: allowed is no more than"),
         ("kubernetes.node_selector={pool: cpu}", "trainer.ranks = 1: allowed is no more than the nvidia.com/gpu"),
     ],

@@ -13,7 +13,7 @@ from tidemill.actors.ranks import RankActor
 from tidemill.kuberay import farewell
 
 SAYS_READY = "import signal, sys, time; print('ready', flush=True); "
-WAITS = SAYS_READY + "time.sleep(60)"
+WAITS = SAYS_READY + "time.sleep(600)"
 COMMITS = SAYS_READY.replace(
     "print", "signal.signal(signal.SIGTERM, lambda *_: (print('committed', flush=True), sys.exit(0))); print"
 )
@@ -41,7 +41,7 @@ def pod() -> list[psutil.Process]:
 
 
 def test_the_driver_is_asked_and_waited_for(start: Start) -> None:
-    driver = start(COMMITS + "time.sleep(60)", "-m", "tidemill.job")
+    driver = start(COMMITS + "time.sleep(600)", "-m", "tidemill.job")
     other = start(WAITS, "python3 -m tidemill.job")  # as a shell around the driver has it: one word
     farewell.farewell(pod)
     assert driver.poll() is None or driver.returncode == 0
@@ -58,7 +58,7 @@ def test_ranks_are_waited_for_and_left_alone(start: Start) -> None:
     assert waiting.is_alive() and rank.poll() is None
     rank.kill()
     rank.wait()
-    waiting.join(timeout=30)
+    waiting.join(timeout=120)
     assert not waiting.is_alive()
 
 

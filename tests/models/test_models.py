@@ -152,3 +152,9 @@ def test_the_converted_model_adds(tmp_path: Path) -> None:
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(**prompt, max_new_tokens=20, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0])
+
+
+@pytest.mark.parametrize("name", ["a b/c", "a/b/c", "../b", "~/b", "a/", "/b", "a/b c"])
+def test_what_is_no_name_of_the_hub_is_refused_without_asking_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="OWNER/NAME"):
+        resolve_model(name, tmp_path)

@@ -22,8 +22,8 @@ rollout/engines_removed rollout/generated_groups rollout/generated_tokens rollou
 rollout/failed/REASON rollout/dropped/REASON rollout/skipped/REASON
 """
 LASTS = """
-loss/learning_rate evaluation/score rollout/engines rollout/deferred rollout/generating rollout/scoring
-rollout/delivering sync/bytes
+loss/learning_rate evaluation/score evaluation/skipped/REASON rollout/engines rollout/deferred rollout/generating
+rollout/scoring rollout/delivering sync/bytes
 """
 LARGEST = """
 reward/max advantage/max response/length_max response/seconds_max prompt/length_max staleness/max

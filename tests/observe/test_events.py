@@ -93,12 +93,12 @@ def test_follow_sees_events_while_they_are_written_and_all_before_its_end(tmp_pa
     reader.start()
     with EventLog(path) as log:
         log.write(EVENTS[0])
-        assert seen.get(timeout=10) == EVENTS[0]
+        assert seen.get(timeout=60) == EVENTS[0]
         for event in EVENTS[1:]:
             log.write(event)
         stop.set()
-    reader.join(timeout=10)
-    assert [seen.get(timeout=1) for _ in EVENTS[1:]] == EVENTS[1:]
+    reader.join(timeout=60)
+    assert [seen.get(timeout=60) for _ in EVENTS[1:]] == EVENTS[1:]
 
 
 def test_follow_ends_without_a_log(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["run", EXAMPLE, "trainer.stepz=3"], "trainer.stepz = 3: allowed is one of the keys steps"),
         (["run", "nowhere.yaml"], "nowhere.yaml"),
-        (["run"], "file = None: allowed is a run file, or --resume NAME"),
+        (["run"], "file = null: allowed is a run file, or --resume NAME"),
         (["run", "--resume", "addition-9"], "resume = 'addition-9'"),
         (["run", EXAMPLE, "--resume", "addition-9"], "a file or --resume, not both"),
         (["run", EXAMPLE, "--output", "a", "output=b"], "output = 'a': allowed is either --output or output="),

@@ -371,7 +371,7 @@ def test_run_whose_launcher_was_killed_still_holds_its_folder(tmp_path: Path) ->
         finally:
             for child in left:
                 child.kill()
-            psutil.wait_procs(left, timeout=10)
+            psutil.wait_procs(left, timeout=60)
     assert done.returncode == 1
     assert "addition-1" in done.stderr and "is still going on" in done.stderr
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -44,13 +45,13 @@ SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, Non
         (["data.epochs=1", "trainer.ppo_mini_batch_size=81"], r"data.epochs = 1: .* 80 prompts .* step of 81 groups"),
         (
             ["rewards.0.options={bonus: 1}"],
-            r"rewards.0.options = \{'bonus': 1\}: .*unexpected .* 'bonus'",
+            r"rewards.0.options = \{bonus: 1\}: .*unexpected .* 'bonus'",
         ),
         (["rewards.0.options={answer: 1}"], r"rewards.0.options = .*'answer'"),
         (["rewards.0.function=overlong", "rewards.0.options={budget: 8}"], r"options = .*missing .* 'buffer'"),
         (
             ["rewards.0.function=overlong", "rewards.0.options={budget: 8, buffer: 9}"],
-            r"rewards.0.options = \{.*\}: .*0 < buffer <= budget.*buffer = 9",
+            r"rewards.0.options = \{.*buffer: 9\}: .*0 < buffer <= budget",
         ),
         (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
         (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
@@ -66,6 +67,52 @@ def test_inputs_of_which_no_step_can_be_trained_are_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
         check_inputs(load_config(EXAMPLE, overrides))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "{budget: '8', buffer: 4}",
+        "{budget: 8.5, buffer: 4}",
+        "{budget: 8, buffer: true}",
+        "{budget: 8, buffer: 4, penalty: -1}",
+        "{budget: 8, buffer: 4, penalty: 0}",
+        "{budget: 8, buffer: 4, penalty: .nan}",
+        "{budget: 8, buffer: 4, penalty: true}",
+    ],
+)
+def test_numbers_that_punish_no_length_are_refused(options: str, addition: RunConfig) -> None:
+    text = changed(addition, "rewards.0.function=overlong", f"rewards.0.options={options}")
+    with pytest.raises(ConfigError, match=r"rewards\.0\.options = \{budget: .*a number above 0 as penalty"):
+        check_inputs(parse_config(text))
+
+
+CHAT = [{"role": "user", "content": "1 + 1"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "message"),
+    [
+        ({"prompt": CHAT, "answer": "2"}, [], r"data.system_prompt = 'You are a calculator.': allowed is null where"),
+        ({"prompt": "1 + 1", "answer": "two"}, [], "row 1 has the answer 'two', which is not a number"),
+        ({"prompt": "1 + 1", "answer": " "}, ["rewards.0.function=math_verify"], "row 1 has no answer in 'answer'"),
+        ({"prompt": "1 + 1", "answer": "2"}, ["rewards.0.function=reasoning_gym"], "no column 'entry'"),
+    ],
+)
+def test_data_that_cannot_have_what_the_settings_want_is_refused(
+    row: dict[str, Any], overrides: list[str], message: str, addition: RunConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    text = changed(addition, f"data.train={path}", f"data.held_out={path}", *overrides)
+    with pytest.raises(TidemillError, match=message):
+        check_inputs(parse_config(text))
+
+
+def test_one_prompt_that_is_a_text_takes_the_system_prompt(addition: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n")
+    check_inputs(parse_config(changed(addition, f"data.held_out={path}")))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +168,7 @@ def validated(config: str) -> str:
     ],
 )
 def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError, match="model = None: allowed is a value"):
+    with pytest.raises(ConfigError, match="model = null: allowed is a value"):
         call()
 
 
@@ -258,7 +305,7 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEMILL_S3_ACCESS_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"TIDEMILL_S3_ACCESS_KEY = None: .* the parameter store_secret"):
+    with pytest.raises(ConfigError, match=r"TIDEMILL_S3_ACCESS_KEY = null: .* the parameter store_secret"):
         validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
 
 

@@ -199,7 +199,7 @@ def test_schedules_are_listed_and_deleted_by_name(kfp: Kfp, run_file: str, capsy
     [
         (["--prompts", "my_prompts/"], "--prompts = 'my_prompts/': allowed is s3://BUCKET/PREFIX/"),
         (["--prompts", "s3://tidemill/prompts"], "a folder of the store has a slash at its end"),
-        (["--prompts", "s3://a/b/", *ALONE], "data.held_out = None: allowed is held-out prompts with"),
+        (["--prompts", "s3://a/b/", *ALONE], "data.held_out = null: allowed is held-out prompts with"),
         (["--variants", "{folder}/empty.txt"], "variants = 0: allowed is 1 to 32 variants"),
         (["data.train=gone.jsonl"], "gone.jsonl: no such file. Set data.train"),
         (["data.held_out=broken.jsonl"], "broken.jsonl:1: not valid JSON"),
@@ -269,7 +269,7 @@ def test_no_kfp_and_a_wrong_address_are_one_message(
 @pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("endpoint", ["http://", "http://127.0.0.1:88x8", "http://127.0.0.1:99999", "https://[::1"])
 def test_address_that_is_none_is_one_message(endpoint: str, run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", run_file, "--endpoint", endpoint]) == 1
+    assert main(["submit", run_file, "--endpoint", endpoint]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("tidemill: ") and "KFP" in error and endpoint in error
 
@@ -342,7 +342,7 @@ def test_what_kfp_refuses_is_told_in_its_words(kfp: Kfp, run_file: str, capsys: 
     ("arguments", "message"),
     [
         (["submit", str(EXAMPLE)], "cluster.provider = 'local': allowed is kuberay"),
-        (["submit", "RUN"], "--endpoint = None: allowed is http(s)://HOST:PORT of KFP's API"),
+        (["submit", "RUN"], "--endpoint = null: allowed is http(s)://HOST:PORT of KFP's API"),
         (["submit", "RUN", "--endpoint", "kfp:8888"], "--endpoint = 'kfp:8888'"),
         (["submit", "RUN", "model=/tmp"], "model = '/tmp': allowed is s3://"),
         (["submit", "RUN", "--variants", "gone.txt"], "--variants = 'gone.txt'"),

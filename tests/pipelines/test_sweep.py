@@ -64,7 +64,7 @@ def test_setting_of_a_variant_that_a_field_of_the_form_overrules_is_refused(addi
 
 def test_sweep_without_held_out_prompts_has_no_best(addition: RunConfig, tmp_path: Path) -> None:
     lines = "data.held_out=null\nregistry.min_score=null\nevaluation.every=0"
-    with pytest.raises(ConfigError, match=r"data\.held_out = None: allowed is held-out prompts: they say"):
+    with pytest.raises(ConfigError, match=r"data\.held_out = null: allowed is held-out prompts: they say"):
         begin_sweep(Request(addition.to_yaml(), lines), "seed=1", str(tmp_path / "links.md"))
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,9 +24,9 @@ from tidemill.run_file import load_config
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.mlflow_server import make_client, tracking_uri
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.filterwarnings("default")]
 STEPS, BATCH, EVERY = 30, 4, 2
-TIMEOUT_S = 480
+TIMEOUT_S = 1500
 REWARD = """
 def even(response, *, prompt, answer, extra):
     if prompt == "w90 w91":
@@ -94,26 +95,34 @@ def wait_for_step(process: subprocess.Popen[str], events: Path, step: int) -> in
 
 
 def kill_in_training(process: subprocess.Popen[str], events: Path, step: int) -> int:
-    """End every process of a run at once, as a machine that fails does; returns the last step that was seen."""
-    done = wait_for_step(process, events, step)
+    """End every process of a run at once, as a machine that fails does; returns the number of steps it has told."""
+    wait_for_step(process, events, step)
     root = psutil.Process(process.pid)
     family = [root, *root.children(recursive=True)]
-    for member in family:
-        member.suspend()  # so that none of them can act on the death of another
-    for member in family:
-        member.kill()
-    psutil.wait_procs(family, timeout=30)
-    process.communicate(timeout=30)
-    return done
+    for act in (psutil.Process.suspend, psutil.Process.kill):  # so that none of them can act on the death of another
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                act(member)
+    psutil.wait_procs(family, timeout=120)
+    process.communicate(timeout=120)
+    return sum(isinstance(event, StepFinished) for event in read_events(events))
 
 
 def kill_engine(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """End the process of the engine, and that alone; returns what was below it."""
     family = psutil.Process(process.pid).children(recursive=True)
-    [engine] = [member for member in family if member.is_running() and "ray::EngineActor" in " ".join(member.cmdline())]
+    [engine] = [member for member in family if "ray::EngineActor" in " ".join(words_of(member))]
     below = engine.children(recursive=True)
     engine.kill()
     return below
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line, of which nothing is left when it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def processes_in(folder: Path) -> list[str]:
@@ -137,10 +146,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
 
 def test_run_goes_on_at_the_step_after_a_checkpoint(resumed: Resumed) -> None:
     numbers = [event.step for event in resumed.steps]
-    [restart] = [index for index in range(1, len(numbers)) if numbers[index] <= numbers[index - 1]]
-    first, second = numbers[:restart], numbers[restart:]
+    first, second = numbers[: resumed.killed_after], numbers[resumed.killed_after :]
     assert first == list(range(1, len(first) + 1))
-    assert len(first) >= resumed.killed_after
+    assert len(first) > 2 * EVERY
     assert second == list(range(second[0], STEPS + 1))
     assert EVERY < second[0] <= len(first) + 1
     assert second[0] % EVERY == 1
@@ -218,7 +226,7 @@ def test_run_outlives_its_engine(tmp_path: Path) -> None:
         [events] = [tmp_path / "runs/tiny/events.jsonl"]
         killed_at = wait_for_step(run, events, 4)
         below = kill_engine(run)
-        _, left = psutil.wait_procs(below, timeout=60)  # it must not keep a GPU from the next one
+        _, left = psutil.wait_procs(below, timeout=120)  # it must not keep a GPU from the next one
         output = run.communicate(timeout=TIMEOUT_S)[0]
     assert run.returncode == 0, output
     assert left == []

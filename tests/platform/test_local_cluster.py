@@ -28,7 +28,7 @@ try:
         raise KeyError
 except KeyError:
     pass
-psutil.wait_procs(left, timeout=30)
+psutil.wait_procs(left, timeout=120)
 print(len(left) > 3, [process for process in left if process.is_running()])
 """
 

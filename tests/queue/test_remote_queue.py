@@ -19,6 +19,8 @@ from tidemill.protocols import Delivery
 from tidemill.queue.message_queue import NO_LEASE
 from tidemill.records import GroupHeader
 
+pytestmark = pytest.mark.own_time
+
 SOON = 20.0
 
 

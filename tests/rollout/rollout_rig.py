@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from own_time import own_time
 
 from tidemill.config import RunConfig
 from tidemill.errors import RewardError
@@ -18,6 +19,7 @@ from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rollouter import Rollouter
 from tidemill.rollout.staleness import too_old
+from tidemill.sections import DataConfig
 
 
 class CharTokenizer:
@@ -69,6 +71,11 @@ def run_config(**sections: Mapping[str, Any]) -> RunConfig:
     )
 
 
+def held_out(count: int = 6, **config: Any) -> PromptSet:
+    rows = [{"prompt": f"{n}{'!' * n}", "answer": str(n)} for n in range(count)]
+    return PromptSet(rows, CharTokenizer(), DataConfig(train="x.jsonl", **config), seed=0)
+
+
 @dataclass
 class Rig:
     """A Rollouter on fake engines with the real queue, and a trainer that leases, counts and bumps the version."""
@@ -83,7 +90,7 @@ class Rig:
     state: Mapping[str, Any] | None = None
     version: int = 0
     prompt: str = "question {}"
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = own_time
 
     def __post_init__(self) -> None:
         config, data = self.config, self.config.data

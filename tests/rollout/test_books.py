@@ -16,6 +16,8 @@ from tidemill.rollout.books import Books
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import make_group
 
+pytestmark = pytest.mark.own_time
+
 
 class Unreliable(FakeEngine):
     """Ends the first request for occurrence 2 too early, and takes too long over occurrence 3."""

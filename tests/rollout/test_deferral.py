@@ -17,6 +17,8 @@ from tidemill.records import Completion, Int32Array
 from tidemill.rollout.deferral import Deferral
 from tidemill.rollout.ledger import Ledger
 
+pytestmark = pytest.mark.own_time
+
 ROWS = 10
 
 

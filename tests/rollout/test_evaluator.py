@@ -5,19 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rollout_rig import BROKEN, CharTokenizer, LengthReward, Rig, run_config
+from rollout_rig import BROKEN, LengthReward, Rig, held_out, run_config
 
 from tidemill.errors import ConfigError, EngineError, EngineLostError, RewardError, RewardTimeoutError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array
-from tidemill.rollout.prompts import PromptSet
-from tidemill.sections import DataConfig
 
-
-def held_out(count: int = 6, **config: Any) -> PromptSet:
-    rows = [{"prompt": f"{n}{'!' * n}", "answer": str(n)} for n in range(count)]
-    return PromptSet(rows, CharTokenizer(), DataConfig(train="x.jsonl", **config), seed=0)
+pytestmark = pytest.mark.own_time
 
 
 async def test_rewards_are_told_how_many_tokens_an_answer_has() -> None:
@@ -76,7 +71,7 @@ async def test_weights_that_change_midway_are_noticed() -> None:
 
 async def test_no_more_prompts_are_scored_than_asked_for_and_too_long_ones_are_reported() -> None:
     limit = len("<user>3!!!<assistant>")
-    config = run_config(evaluation={"max_prompts": 5})
+    config = run_config(data={"held_out": "y.jsonl"}, evaluation={"max_prompts": 5})
     rig = Rig(config, held_out=held_out(max_prompt_tokens=limit))
     evaluation = await rig.rollouter.evaluate(0)
     assert [answer.expected for answer in evaluation.answers] == list("0123")

@@ -12,6 +12,8 @@ from tidemill.fakes import FakeEngine, Fault, spans_of
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, VersionSpan
 
+pytestmark = pytest.mark.own_time
+
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +13,11 @@ import pytest
 from fleet_rig import DEADLINE_S, Crew, FakeMember, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_rig import held_out
 
 from tidemill.errors import EngineCrashedError, EngineError, EngineLostError, RunError, StoreError
 from tidemill.fakes import Fault
-from tidemill.protocols import PauseMode, Sampling, WeightUpdate
+from tidemill.protocols import Evaluation, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
 from tidemill.rollout import fleet as fleet_module
 from tidemill.rollout import rollouter as rollouter_module
@@ -24,6 +25,8 @@ from tidemill.rollout.elasticity import VERSIONS, Elasticity
 from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop, Suspects
 from tidemill.rollout.flights import Flight
 from tidemill.rollout.ledger import Ledger
+
+pytestmark = pytest.mark.own_time
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +46,9 @@ async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_an
             await until(lambda: bool(crew.members[0]._running))
             await crew.members[0].shutdown()
         if step == 6:
-            await until(lambda: len(crew.fleet.members) == 2 and bool(crew.started[0].requests))
+            await until(
+                lambda: len(crew.fleet.members) == len(crew.started) + 1 == 2 and bool(crew.started[0].requests)
+            )
 
     await crew.run(8, die)
     [replacement] = crew.started
@@ -124,7 +129,7 @@ async def test_a_store_that_is_away_for_a_moment_costs_another_attempt(tmp_path:
     async def die(step: int) -> None:
         if step == 1:
             await crew.members[0].shutdown()
-            await until(lambda: len(crew.fleet.members) == 2)
+            await until(lambda: [member.name for member in crew.fleet.members] == ["engine 1", "engine 3"])
 
     await crew.run(3, die)
     assert [member.name for member in crew.started] == ["engine 2", "engine 3"]
@@ -194,9 +199,9 @@ def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
 
 
 class Mortal(FakeMember):
-    """Dies of some occurrences, after it has sampled a token of them."""
+    """Dies of some occurrences and held-out prompts, after it has sampled a token of them."""
 
-    deadly: ClassVar[Collection[int]] = ()
+    deadly: ClassVar[Collection[int | str]] = ()
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -205,16 +210,17 @@ class Mortal(FakeMember):
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
         if self._dead:
             raise EngineLostError(f"{self.name} is dead")
-        if int(request_id.partition(".")[0]) in self.deadly:
+        name = request_id.partition(".")[0]
+        if (int(name) if name.isdecimal() else name) in self.deadly:
             await asyncio.sleep(0.002)
             await self.shutdown()
             raise EngineCrashedError(f"{self.name} died of {request_id}")
         return await super().generate(request_id, prompt_ids, sampling)
 
 
-def mortals(tmp_path: Path, engines: int, deadly: Collection[int], **options: Any) -> Crew:
+def mortals(tmp_path: Path, engines: int, deadly: Collection[int | str], prompts: int = 8, **options: Any) -> Crew:
     made = type("DyingOf", (Mortal,), {"deadly": deadly})
-    crew = Crew(tmp_path, engines=engines, start=made, options=options)
+    crew = Crew(tmp_path, engines=engines, start=made, options=options, held_out=held_out(prompts))
     for member in crew.members:
         member.__class__ = made
     return crew
@@ -239,6 +245,69 @@ async def test_where_every_prompt_kills_its_engine_it_is_not_the_prompts(tmp_pat
     async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
         with pytest.raises(EngineError, match=r"3 prompts in a row, occurrences \[0, 1, 2\], killed 3 engines each"):
             await crew.rig.rollouter.run()
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize(("max_attempts", "deaths"), [(1, 2), (3, 3), (9, 3)])
+@pytest.mark.parametrize("deadly", [{"evaluation-0"}, {"evaluation-2", "evaluation-7"}, {"evaluation-5", 6}])
+async def test_a_held_out_prompt_that_kills_its_engine_is_skipped_and_nothing_beside_it_is(
+    tmp_path: Path, engines: int, max_attempts: int, deaths: int, deadly: set[int | str]
+) -> None:
+    crew = mortals(tmp_path, engines, deadly, rollout={"max_attempts": max_attempts})
+    scores: list[Evaluation] = []
+
+    async def score(version: int) -> None:
+        scores.append(await crew.rig.rollouter.evaluate(version))
+
+    await crew.run(5, lambda version: score(version) if version in (1, 3) else None)
+    rows = [row for row in range(8) if f"evaluation-{row}" not in deadly]
+    assert [[int(answer.expected or "") for answer in score.answers] for score in scores] == [rows, rows]
+    assert [score.skipped for score in scores] == [{"kills_engine": 8 - len(rows)}] * 2
+    assert crew.rig.ledger.quarantined == {uid: "kills_engine" for uid in deadly if isinstance(uid, int)}
+    assert len(crew.started) <= len(deadly) * deaths + 1  # beside a held-out prompt a group is not to blame
+
+
+@pytest.mark.parametrize("width", [1, 2, 16])
+async def test_deadly_held_out_prompts_do_not_look_like_engines_that_die_for_ever(tmp_path: Path, width: int) -> None:
+    deadly = {f"evaluation-{row}" for row in (0, 1, 6)}
+    crew = mortals(tmp_path, 1, deadly, rollout={"concurrent_samples_per_replica": width})
+    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+        assert (await crew.rig.rollouter.evaluate(0)).skipped == {"kills_engine": 3}
+    assert len(crew.started) <= 3 * 3
+
+
+async def test_where_every_held_out_prompt_kills_its_engine_it_is_not_the_prompts(tmp_path: Path) -> None:
+    crew = mortals(tmp_path, 1, [f"evaluation-{row}" for row in range(8)])
+    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+        with pytest.raises(EngineError, match=r"3 held-out prompts, rows \[0, 1, 2\], killed 3 engines each"):
+            await crew.rig.rollouter.evaluate(0)
+
+
+async def test_too_many_held_out_prompts_that_kill_their_engine_are_not_skipped_one_by_one(tmp_path: Path) -> None:
+    crew = mortals(tmp_path, 1, [f"evaluation-{row}" for row in range(4, 24)], rollout={"max_attempts": 1}, prompts=24)
+    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+        with pytest.raises(EngineError, match=r"8 held-out prompts, rows \[4, .*killed 2 engines each"):
+            await crew.rig.rollouter.evaluate(0)
+
+
+async def test_a_spare_engine_that_dies_of_a_prompt_costs_few_scores_and_not_all(tmp_path: Path) -> None:
+    crew = mortals(tmp_path, 2, {"evaluation-3"})
+    outcomes: list[Mapping[str, int] | None] = []
+
+    async def score(version: int) -> None:
+        engine = await crew.fleet.set_aside()
+        assert engine is not None
+        try:
+            outcomes.append((await crew.rig.rollouter.evaluate(version, engine)).skipped)
+        except EngineLostError:
+            outcomes.append(None)
+            await until(lambda: engine not in {member.name for member in crew.fleet.members})
+        await crew.fleet.take_back(engine)
+        await until(lambda: len(crew.fleet.members) == 2)
+
+    await crew.run(5, score)
+    assert outcomes == [None, None, None, {"kills_engine": 1}, {"kills_engine": 1}]
+    assert crew.rig.ledger.quarantined == {}
 
 
 @settings(deadline=None)

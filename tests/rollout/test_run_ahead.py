@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from rollout_rig import Rig, run_config
 
+pytestmark = pytest.mark.own_time
+
 AHEAD = 16
 """Groups that the bound lets exist at once: four batches of four."""
 

@@ -115,7 +115,9 @@ def test_options_of_another_form_are_refused(query: str) -> None:
         load(f"reasoning_gym://basic_arithmetic?{query}")
 
 
-@pytest.mark.parametrize(("task", "query"), [("no_such_task", ""), ("basic_arithmetic", "?colour=3")])
+@pytest.mark.parametrize(
+    ("task", "query"), [("no_such_task", ""), ("basic_arithmetic", "?colour=3"), ("basic_arithmetic", "?size=many")]
+)
 def test_an_unknown_task_or_option_is_refused(task: str, query: str) -> None:
     with pytest.raises(DataError, match=f"reasoning_gym://{task}"):
         load(f"reasoning_gym://{task}{query}")

@@ -16,6 +16,8 @@ from tidemill.records import Int32Array
 from tidemill.rollout import flights
 from tidemill.rollout.staleness import StalenessPolicy
 
+pytestmark = pytest.mark.own_time
+
 STRATEGIES = ["pace", "drop", "wait"]
 
 

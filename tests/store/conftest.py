@@ -43,11 +43,11 @@ def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def wait_for(server: Server) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:
         try:
             ObjectStore.connect(server[0], "ready", *server[1:])

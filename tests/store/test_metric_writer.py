@@ -6,6 +6,8 @@ from pathlib import Path
 from tidemill.store import metric_writer
 from tidemill.store.metric_writer import MetricWriter, Point, Spool, Unwritten
 
+SOON = 60.0
+
 
 class Sink:
     """Takes points, unless it is down; `stuck` blocks until released."""
@@ -19,7 +21,7 @@ class Sink:
 
     def send(self, points: Sequence[Point]) -> None:
         self.calls += 1
-        self.free.wait(20)
+        self.free.wait(600)
         if self.down:
             raise ConnectionError("nobody listens")
         self.points.extend(points)
@@ -30,7 +32,7 @@ def points(count: int, first: int = 0) -> list[Point]:
 
 
 def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -41,7 +43,7 @@ def test_everything_arrives_in_order_and_in_batches(tmp_path: Path) -> None:
     writer = MetricWriter(sink.send, Spool(tmp_path / "spool"))
     for n in range(1200):
         writer.add(points(1, n))
-    assert writer.close(10) == Unwritten()
+    assert writer.close(SOON) == Unwritten()
     assert sink.points == points(1200)
     assert sink.calls <= 12
     assert list(tmp_path.iterdir()) == []
@@ -52,7 +54,7 @@ def test_a_little_arrives_without_a_full_batch(tmp_path: Path) -> None:
     writer = MetricWriter(sink.send, Spool(tmp_path / "spool"))
     writer.add(points(3))
     wait_until(lambda: sink.points == points(3))
-    writer.close(10)
+    writer.close(SOON)
 
 
 def test_a_dead_server_fills_the_spool_and_the_next_writer_replays_it(tmp_path: Path) -> None:
@@ -62,11 +64,11 @@ def test_a_dead_server_fills_the_spool_and_the_next_writer_replays_it(tmp_path: 
     writer.add(points(700))
     wait_until((tmp_path / "spool").exists)
     writer.add(points(10, 700))
-    assert writer.close(10) == Unwritten(spooled=710)
+    assert writer.close(SOON) == Unwritten(spooled=710)
     sink.down = False
     again = MetricWriter(sink.send, Spool(tmp_path / "spool"))
     again.add(points(1, 710))
-    assert again.close(10) == Unwritten()
+    assert again.close(SOON) == Unwritten()
     assert sink.points == points(711)
     assert list(tmp_path.iterdir()) == []
 
@@ -80,7 +82,7 @@ def test_a_server_that_comes_back_gets_the_spool_first(tmp_path: Path) -> None:
     sink.down = False
     writer.add(points(500, 500))
     wait_until(lambda: len(sink.points) == 1000)
-    assert writer.close(10) == Unwritten()
+    assert writer.close(SOON) == Unwritten()
     assert sink.points == points(1000)
 
 
@@ -94,7 +96,7 @@ def test_a_stuck_server_neither_blocks_nor_loses_points(tmp_path: Path) -> None:
     assert writer.close(0.05) == Unwritten(spooled=600)
     assert list(Spool(tmp_path / "spool").read()) == points(600)
     sink.free.set()
-    writer.thread.join(10)
+    writer.thread.join(SOON)
 
 
 def test_a_full_spool_counts_what_it_drops(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_a_full_spool_counts_what_it_drops(tmp_path: Path) -> None:
     assert spool.add(points(5))
     writer = MetricWriter(sink.send, spool)
     writer.add(points(7, 5))
-    assert writer.close(10) == Unwritten(spooled=5, dropped=7)
+    assert writer.close(SOON) == Unwritten(spooled=5, dropped=7)
 
 
 def test_a_spool_that_cannot_be_written_counts_what_is_lost(tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_a_spool_that_cannot_be_written_counts_what_is_lost(tmp_path: Path) -> N
     sink.down = True
     writer = MetricWriter(sink.send, Spool(tmp_path / "file" / "spool"))
     writer.add(points(2))
-    assert writer.close(10) == Unwritten(dropped=2)
+    assert writer.close(SOON) == Unwritten(dropped=2)
 
 
 def test_a_torn_line_does_not_stop_the_replay(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_a_torn_line_does_not_stop_the_replay(tmp_path: Path) -> None:
     with spool.path.open("a") as file:
         file.write('["loss", 1.')
     sink = Sink()
-    assert MetricWriter(sink.send, Spool(spool.path)).close(10) == Unwritten()
+    assert MetricWriter(sink.send, Spool(spool.path)).close(SOON) == Unwritten()
     assert sink.points == points(2)
 
 
@@ -142,7 +144,7 @@ def test_an_artifact_is_tried_again_and_counted_if_it_never_arrives(tmp_path: Pa
     writer.submit("report", upload)
     wait_until(lambda: stored == ["report"])
     writer.submit("lost", never)
-    assert writer.close(10) == Unwritten(artifacts=1)
+    assert writer.close(SOON) == Unwritten(artifacts=1)
 
 
 def test_an_artifact_that_fails_holds_up_neither_others_nor_metrics(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_an_artifact_that_fails_holds_up_neither_others_nor_metrics(tmp_path: Pa
     writer.submit("broken", broken)
     writer.submit("good", lambda: stored.append("good"))
     writer.add(points(3))
-    assert writer.close(10) == Unwritten(artifacts=1)
+    assert writer.close(SOON) == Unwritten(artifacts=1)
     assert stored == ["good"]
     assert sink.points == points(3)
 
@@ -169,7 +171,7 @@ def test_points_that_join_a_slow_replay_are_not_lost(tmp_path: Path) -> None:
     assert writer.close(0.05) == Unwritten(spooled=5)
     assert list(Spool(tmp_path / "spool").read()) == points(5)
     sink.free.set()
-    writer.thread.join(10)
+    writer.thread.join(SOON)
     assert set(sink.points) == set(points(5))
     assert list(tmp_path.iterdir()) == []
 
@@ -184,4 +186,4 @@ def test_artifacts_do_not_pile_up_without_bound(tmp_path: Path) -> None:
         writer.submit("text", lambda: None)
     assert len(writer.jobs) == metric_writer.PENDING_JOBS
     sink.free.set()
-    assert writer.close(10) == Unwritten(artifacts=3)
+    assert writer.close(SOON) == Unwritten(artifacts=3)

@@ -65,7 +65,7 @@ class Rig:
         self.files[version] = path.read_bytes()
         return self.publisher.publish(self.store, version, path)
 
-    def receiver(self, name: str = "received", store: ObjectStore | None = None, timeout_s: float = 20) -> Receiver:
+    def receiver(self, name: str = "received", store: ObjectStore | None = None, timeout_s: float = 120) -> Receiver:
         @contextmanager
         def opened() -> Iterator[ObjectStore]:
             yield store or self.store

@@ -61,7 +61,7 @@ def test_two_processes_share_a_server_and_the_last_stops_it(tmp_path: Path) -> N
         with embedded_store(tmp_path) as info:
             assert info.pid == pid
             other.stdin.close()
-            assert other.wait(20) == 0
+            assert other.wait(120) == 0
             assert connect(info).list("") == ()
             assert servers_of(tmp_path) == [pid]
     assert servers_of(tmp_path) == []

@@ -12,6 +12,9 @@ from mlflow.exceptions import MlflowException
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
+from tidemill.observe.events import EventLog, Notice, read_events
+from tidemill.observe.observer import RunObserver
+from tidemill.protocols import Evaluation
 from tidemill.sections import ClusterConfig
 from tidemill.store import sweep_run
 from tidemill.store.dataset_inputs import digest_of
@@ -145,7 +148,7 @@ def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig,
     tracker.writer.retry_s = 0.0
     for step in (1, 2):
         tracker.log(step, {"loss": 1.0 / step})
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while tracker.writer.points or tracker.writer.in_flight:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -313,3 +316,15 @@ def test_settings_flatten_to_names_and_texts_that_mlflow_takes(mlflow_config: Ru
     assert params["data.held_out"] == "null"
     assert params["rollout.stop"] == "[]"
     assert len(params) > 60
+
+
+def test_a_score_says_once_what_it_leaves_out(mlflow_config: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker.start(mlflow_config)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        observer = RunObserver(mlflow_config, log, tracker)
+        for step, skipped in enumerate([{}, {"too_long": 2, "kills_engine": 1}, {"too_long": 2, "kills_engine": 1}]):
+            observer.evaluated(step, Evaluation(step, 0.5, (), skipped))
+    tracker.finish("FINISHED")
+    assert history(tracker, "evaluation/skipped/kills_engine") == [(1, 1.0), (2, 1.0)]
+    [notice] = [event.text for event in read_events(tmp_path / "events.jsonl") if isinstance(event, Notice)]
+    assert notice == "held-out prompts without an answer, which the score leaves out: 1 kills_engine, 2 too_long"

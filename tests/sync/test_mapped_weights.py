@@ -152,14 +152,16 @@ def test_reading_and_writing_at_random_never_mixes_versions(tmp_path: Path) -> N
     threads = [threading.Thread(target=engine, args=(seed,)) for seed in range(3)]
     for thread in threads:
         thread.start()
-    for version in range(1, 40):
+    for version in range(1, 10_000):
         announced.append(trainer.publish(version))
         trainer.outbox.retire(announced[-2])
+        if version >= 40 and len(seen) >= 3:  # a busy machine may let no reader go on for long
+            break
     done.set()
     for thread in threads:
         thread.join()
     assert faults == []
-    assert seen
+    assert len(seen) >= 3
 
 
 def test_weights_cannot_be_changed_by_who_reads_them(tmp_path: Path) -> None:

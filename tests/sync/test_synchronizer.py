@@ -18,6 +18,8 @@ from tidemill.sections import SyncConfig
 from tidemill.sync.outbox import MemoryOutbox, Publication
 from tidemill.sync.synchronizer import Synchronizer
 
+pytestmark = pytest.mark.own_time
+
 CANARY = np.arange(6, dtype=np.int32)
 
 

@@ -26,6 +26,7 @@ from tidemill.train.policy import PolicyRank
 from tidemill.train.trainer import Position
 from tidemill.train.tree import pack_group
 
+pytestmark = pytest.mark.own_time
 ON_POLICY = [{"max_staleness": 0}, {"max_staleness": 1, "staleness_threshold": 0}]
 STEPS = 5
 STUB: dict[str, Any] = {"lengths": (1, 8), "vocab": 60}

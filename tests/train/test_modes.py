@@ -14,6 +14,8 @@ from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.records import Prompt
 
+pytestmark = pytest.mark.own_time
+
 
 def straggler(*uids: int) -> FakeEngine:
     """An engine on which these occurrences stay at their first token until the next weight update."""

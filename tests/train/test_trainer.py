@@ -22,6 +22,8 @@ from tidemill.rollout.producer import make_group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
 
+pytestmark = pytest.mark.own_time
+
 
 @dataclass
 class CountingRanks:
@@ -153,7 +155,7 @@ async def test_versions_are_committed_as_often_as_asked_and_the_last_one_is_left
     assert committed == [(2, 8), (4, 16)]
 
 
-def test_the_largest_age_is_that_of_the_oldest_token_of_all_steps() -> None:
+async def test_the_largest_age_is_that_of_the_oldest_token_of_all_steps() -> None:
     trainer = make_trainer(Rig(), Position(version=5))
     for spans in ((VersionSpan(3, 0, 1), VersionSpan(5, 1, 2)), (VersionSpan(4, 0, 2),)):
         completion = Completion(np.zeros(2, np.int32), np.zeros(2, np.float32), spans, "stop")

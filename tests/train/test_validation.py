@@ -19,6 +19,8 @@ from tidemill.sections import DataConfig
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
 
+pytestmark = pytest.mark.own_time
+
 ROWS = [{"prompt": f"{n}?", "answer": str(n)} for n in range(6)]
 STEPS = 8
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tidemill.address import TRACKING, is_tracking
 from tidemill.chatter import diverted
 from tidemill.command.need import need_working_folder
 from tidemill.errors import ConfigError
@@ -48,6 +49,8 @@ def generate(arguments: argparse.Namespace) -> int:
     from tidemill.store.locate import Locator
 
     output = Path(arguments.output).resolve()
+    if arguments.tracking and not is_tracking(arguments.tracking):
+        raise ConfigError("--tracking", arguments.tracking, TRACKING, "Mend it, or leave it out.")
     if arguments.model.startswith("models:/") and not arguments.tracking:
         registry_of(output)
     locator = Locator(

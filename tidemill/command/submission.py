@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from tidemill.address import is_server
 from tidemill.command.cron import Cron, next_times
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError, StoreError
@@ -221,7 +222,7 @@ def reach(arguments: argparse.Namespace) -> dict[str, Any]:
         ConfigError: nobody said it.
     """
     endpoint = arguments.endpoint or os.environ.get(ENDPOINT)
-    if not endpoint or not endpoint.startswith(("http://", "https://")):
+    if not endpoint or not is_server(endpoint):
         fix = "Forward a port: kubectl -n kubeflow port-forward svc/ml-pipeline 8888"
         raise ConfigError("--endpoint", endpoint, f"http(s)://HOST:PORT of KFP's API, or {ENDPOINT} set to it", fix)
     return {"endpoint": endpoint, "namespace": arguments.kfp_namespace, "debug": arguments.debug}

@@ -85,6 +85,7 @@ RULES: Mapping[str, Rule] = {
     "update/tokens": SUM,
     "update/skipped": SUM,
     "evaluation/score": LAST,
+    "evaluation/skipped/REASON": LAST,
     "time/get_groups": SUM,
     "time/advantages": SUM,
     "time/pack": SUM,

@@ -37,6 +37,7 @@ class RunObserver:
     tracker: Tracker
     steps: MetricsAggregator = field(default_factory=MetricsAggregator)
     listeners: list[Callable[[Metrics], None]] = field(default_factory=list)
+    _left_out: str = ""
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         """See `train.trainer.Observer`."""
@@ -68,6 +69,9 @@ class RunObserver:
         self.tracker.log_evaluation(step, evaluation)
         answers = [asdict(answer) for answer in evaluation.answers]
         self.log.write(EvaluationFinished(step, evaluation.score, answers))
+        if evaluation.left_out not in ("", self._left_out):
+            self.notice(evaluation.left_out)
+        self._left_out = evaluation.left_out
 
     def phase(self, name: str) -> None:
         """A part of the schedule begins."""

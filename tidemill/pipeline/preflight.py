@@ -7,8 +7,9 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,11 +19,11 @@ import psutil
 from safetensors import safe_open
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, DataError, RewardError, RunError
-from tidemill.rollout.prompts import take
-from tidemill.rollout.rewards import Response, overlong, resolve
+from tidemill.errors import ConfigError, DataError, RunError
+from tidemill.rollout.prompts import as_text, take
+from tidemill.rollout.rewards import first_number, resolve
 from tidemill.rollout.sources import Row, load_rows
-from tidemill.sections import RewardConfig
+from tidemill.sections import DataConfig, RewardConfig
 from tidemill.store.checkpoint import has_checkpoints
 from tidemill.store.locate import Locator
 from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
@@ -32,6 +33,7 @@ from tidemill.store.weed import find_binary
 
 GIB = 2**30
 NEED_ANSWERS = ("exact_number", "math_verify")
+NEED_ENTRIES = "reasoning_gym"
 PORTS = {"http": 80, "https": 443}
 PROBE_TIMEOUT_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -53,11 +55,18 @@ def check_inputs(config: RunConfig) -> None:
     named = {key: source for key, source in sources.items() if source is not None}
     rows = {key: load_rows(source, config.data, key, Locator.of(config).fetch_file) for key, source in named.items()}
     check_amount(config, len(rows["data.train"]))
+    check_system_prompt(config.data, chain.from_iterable(rows.values()))
     for place, reward in enumerate(config.rewards):
         check_call(reward, f"rewards.{place}")
-        if reward.function in NEED_ANSWERS:
-            for key, found in rows.items():
-                check_answers(found, config.data.answer_key, f"{key} = {sources[key]}", reward.function)
+        for key, found in rows.items():
+            source = f"{key} = {sources[key]}"
+            if reward.function in NEED_ANSWERS:
+                check_answers(found, config.data.answer_key, source, reward.function)
+            if reward.function == NEED_ENTRIES and not all("entry" in row for row in found):
+                fix = "Take data of reasoning_gym://TASK, or another reward."
+                raise DataError(
+                    f"{source}: its rows have no column 'entry', which the reward {NEED_ENTRIES} needs. {fix}"
+                )
 
 
 def check_amount(config: RunConfig, rows: int) -> None:
@@ -71,6 +80,18 @@ def check_amount(config: RunConfig, rows: int) -> None:
         allowed = f"enough passes over {rows} prompts for one optimizer step of {needed} groups"
         fix = "Raise it, leave it out, or lower trainer.ppo_mini_batch_size."
         raise ConfigError("data.epochs", epochs, allowed, fix)
+
+
+def check_system_prompt(data: DataConfig, rows: Iterable[Row]) -> None:
+    """Refuse a system prompt that no prompt would get, because all bring their own messages.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if data.system_prompt is not None and not any(isinstance(row[data.prompt_key], str) for row in rows):
+        allowed = f"null where every {data.prompt_key!r} is a list of messages"
+        fix = "Put the system message into the data, or leave this out."
+        raise ConfigError("data.system_prompt", data.system_prompt, allowed, fix)
 
 
 def check_call(reward: RewardConfig, key: str) -> None:
@@ -104,29 +125,36 @@ def check_call(reward: RewardConfig, key: str) -> None:
 
 
 def check_overlong(options: Mapping[str, Any], key: str) -> None:
-    """Refuse numbers that `overlong` cannot reckon with, which it says of any response.
+    """Refuse numbers that `overlong` cannot reckon with, or would reward length with.
 
     Raises:
         ConfigError: naming them.
     """
-    try:
-        overlong(Response("", 0), prompt="", answer=None, extra={}, **options)
-    except (RewardError, TypeError) as error:
-        allowed = "budget and buffer in tokens, 0 < buffer <= budget, and a number as penalty"
-        raise ConfigError(key, dict(options), allowed, f"{error}.") from error
+    budget, buffer, penalty = options["budget"], options["buffer"], options.get("penalty", 1.0)
+    counts = all(isinstance(count, int) and not isinstance(count, bool) for count in (budget, buffer))
+    number = isinstance(penalty, int | float) and not isinstance(penalty, bool) and 0 < penalty < math.inf
+    if not (counts and number and 0 < buffer <= budget):
+        allowed = "budget and buffer in tokens, 0 < buffer <= budget, and a number above 0 as penalty"
+        raise ConfigError(key, dict(options), allowed, "See docs/configuration.md.")
 
 
 def check_answers(rows: Sequence[Row], answer_key: str, source: str, function: str) -> None:
     """Refuse rows that a reward function cannot score.
 
     Raises:
-        DataError: naming the first row without an answer, counted from 1.
+        DataError: naming the first row without an answer, or without a number as its answer, counted from 1.
     """
     for number, row in enumerate(rows, start=1):
-        if take(dict(row), answer_key) is None:
+        answer = as_text(take(dict(row), answer_key))
+        if answer is None or not answer.strip():
             raise DataError(
                 f"{source}: row {number} has no answer in {answer_key!r}, which the reward {function} needs; it has "
                 f"{sorted(row)}. Set data.answer_key to the right one, or take another reward."
+            )
+        if function == "exact_number" and first_number(answer) is None:
+            raise DataError(
+                f"{source}: row {number} has the answer {answer!r}, which is not a number, and the reward {function} "
+                "compares numbers. Mend the data, or take another reward, such as math_verify."
             )
 
 

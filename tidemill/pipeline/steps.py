@@ -155,6 +155,8 @@ def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
             return "null"
         answers = [asdict(answer) for answer in evaluation.answers]
         log.write(EvaluationFinished(trained.steps, evaluation.score, answers))
+        if evaluation.left_out:
+            log.write(Notice(evaluation.left_out))
         track_evaluation(run, trained, evaluation)
     log_number(log_metric, "held_out_score", evaluation.score)
     return json.dumps(asdict(excerpt(evaluation, trained)), ensure_ascii=False)

@@ -7,8 +7,11 @@ keep: they stop between two decoding steps and go on with their tokens and their
     prefill of everything in flight.) The prefix cache cannot be emptied while they hold blocks of it, so every request
     carries its version as cache salt, and what has no token yet is submitted again: a prompt that is computed after the
     update never sees KV from before it, unless `sync.keep_prefix_cache` asks for that.
+    What vLLM had set aside for want of KV memory it computes again, with the new weights.
 abort: vLLM ends them; `generate` submits prompt and tokens so far again with what is left of the budget.
-wait: they finish first.
+wait: what has a token finishes first, also what vLLM sets aside meanwhile; the rest is submitted again afterwards.
+
+What is submitted again keeps its place: vLLM serves the group first that has been here the longest.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import os
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from tidemill.errors import EngineCrashedError, EngineError, EngineLostError, SyncError, TidemillError
@@ -27,13 +31,17 @@ from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.rollout.engine_processes import cause_of_death, children, end_processes, resident_bytes
 from tidemill.rollout.engine_settings import engine_environment, engine_settings
-from tidemill.rollout.sample import Flight, Sample, prompt_log_probs, sampling_options
+from tidemill.rollout.sample import Flight, Sample, prompt_log_probs, sampling_options, settled
 from tidemill.sections import RolloutConfig
 
 __all__ = ["VllmEngine", "engine_environment"]
 CONTROL_TIMEOUT_S = 60.0
 ABORT_POLL_S = 0.01
 DEATH_POLL_S = 0.25
+# vLLM serves the smallest number first. Groups of one `Sampling.priority` are numbered as they come, and before all of
+# them goes the score that a publication waits for, else it would wait for everything that waits in the engine.
+GROUPS = 1 << 40
+SCORE_PRIORITY = -(1 << 62)
 T = TypeVar("T")
 
 
@@ -73,7 +81,7 @@ class VllmEngine:
         self._open = asyncio.Event()
         self._updating = asyncio.Lock()
         self._children: list[Any] = []
-        self._scores = itertools.count()
+        self._scores, self._arrivals = itertools.count(), itertools.count()
 
     async def start(self) -> None:
         """Load the model; the weights it holds then are version 0.
@@ -133,7 +141,8 @@ class VllmEngine:
         self._check_room(request_id, len(prompt_ids), sampling.max_tokens)
         if request_id in self._flights:
             raise EngineError(f"request {request_id} is in flight already")
-        flight = Flight(request_id, prompt_ids.tolist(), sampling, [Sample() for _ in range(sampling.n)])
+        place = sampling.priority * GROUPS + next(self._arrivals)
+        flight = Flight(request_id, prompt_ids.tolist(), sampling, place, [Sample() for _ in range(sampling.n)])
         self._flights[request_id] = flight
         try:
             await self._while_alive(self._fly(flight), f"request {request_id}")
@@ -184,7 +193,8 @@ class VllmEngine:
 
     async def _sample(self, flight: Flight, index: int) -> None:
         """Request what a sample lacks until it has ended; more than once only when updates end its request."""
-        sample = flight.samples[index]
+        sample, stop = flight.samples[index], flight.sampling.stop
+        kept = partial(settled, stop=stop, decode=self._decode) if stop else len
         while sample.reason == "abort":
             await self._open.wait()
             if flight.aborted:
@@ -193,16 +203,16 @@ class VllmEngine:
             flight.submitted.add(request_id)
             try:
                 options = sampling_options(flight.sampling, index, len(sample.token_ids))
-                output = await self._run(
-                    request_id, flight.prompt + sample.token_ids, options, priority=flight.sampling.priority
-                )
+                output = await self._run(request_id, flight.prompt + sample.token_ids, options, flight.place)
             finally:
                 flight.submitted.discard(request_id)
-            sample.extend(output.outputs[0], flight.sampling.stop)
+            sample.extend(output.outputs[0], kept)
 
-    async def _run(
-        self, request_id: str, token_ids: list[int], options: Mapping[str, Any], *, priority: int = 0
-    ) -> Any:
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._llm.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+        return text
+
+    async def _run(self, request_id: str, token_ids: list[int], options: Mapping[str, Any], priority: int) -> Any:
         """Submit to vLLM and wait for the one output; the engine's errors become ours."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
@@ -268,6 +278,8 @@ class VllmEngine:
         self._open.clear()
         try:
             async with asyncio.timeout(limit):
+                if mode == "wait":
+                    await self._drain(llm)
                 await llm.pause_generation(mode=mode, clear_cache=mode != "keep" and not self._keep_prefix_cache)
                 if mode == "keep" and not self._keep_prefix_cache:
                     await self._take_back(llm)
@@ -282,16 +294,21 @@ class VllmEngine:
                     await llm.resume_generation()
                 self._open.set()
 
+    async def _drain(self, llm: Any) -> None:
+        """Let what has a token finish. In a pause vLLM itself would not go on with what it set aside for want of KV."""
+        await self._take_back(llm)
+        while self._submitted():
+            await asyncio.sleep(ABORT_POLL_S)
+
     async def _take_back(self, llm: Any) -> None:
         """End the requests that have no token yet, to be submitted again with the cache salt of the new version."""
-        while waiting := [
-            request_id
-            for flight in self._flights.values()
-            for request_id in flight.submitted
-            if not has_token(llm.output_processor, request_id)
-        ]:
+        while waiting := [name for name in self._submitted() if not has_token(llm.output_processor, name)]:
             await llm.abort(waiting)
             await asyncio.sleep(ABORT_POLL_S)
+
+    def _submitted(self) -> list[str]:
+        """Requests that vLLM holds or is about to."""
+        return [request_id for flight in self._flights.values() for request_id in flight.submitted]
 
     async def _load_weights(self, llm: Any, update: WeightUpdate) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -309,7 +326,7 @@ class VllmEngine:
 
         async def work() -> Float32Array:
             await self._open.wait()
-            output = await self._run(request_id, token_ids.tolist(), options)
+            output = await self._run(request_id, token_ids.tolist(), options, SCORE_PRIORITY)
             return prompt_log_probs(output.prompt_logprobs)
 
         return await self._while_alive(work(), request_id)

@@ -22,6 +22,7 @@ class Seat:
         finished: requests that it has answered.
         lost: why it is of no use any more.
         leaving: it gets nothing new.
+        held_out: how many of its requests are held-out prompts.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Seat:
     finished: int = 0
     lost: str | None = None
     leaving: bool = False
+    held_out: int = 0
 
 
 class EnginePool:
@@ -43,6 +45,7 @@ class EnginePool:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._seats = {f"engine {n}": Seat(f"engine {n}", engine) for n, engine in enumerate(engines)}
         self._changed = asyncio.Event()
+        self._under_evaluation: set[str] = set()
         self.loads = LoadMeter()
 
     def __len__(self) -> int:
@@ -78,6 +81,26 @@ class EnginePool:
         except TimeoutError:
             return
 
+    async def quiet(self, name: str | None, patience_s: float) -> None:
+        """Wait until an engine, or all, have no request, also while those of one that is lost say so; if in time."""
+        await asyncio.sleep(0)  # for requests that are about to begin
+        try:
+            async with asyncio.timeout(patience_s):
+                while any(seat.load for seat in self._seats.values() if name in (None, seat.name)):
+                    await self._next_change()
+        except TimeoutError:
+            return
+
+    async def loss(self) -> tuple[str, str]:
+        """Wait for an engine that is of no use any more; its name, and why it is."""
+        while not (lost := self.lost()):
+            await self._next_change()
+        return next(iter(lost.items()))
+
+    def died_beside_held_out(self, name: str) -> bool:
+        """Whether an engine was lost while it also answered a held-out prompt."""
+        return name in self._under_evaluation
+
     async def ready(self, timeout_s: float) -> None:
         """Wait until there is an engine.
 
@@ -92,8 +115,8 @@ class EnginePool:
             raise EngineError(f"all engines are lost, and no other has come within {timeout_s:g} s") from error
 
     @contextmanager
-    def lease(self, name: str | None = None) -> Iterator[Seat]:
-        """An engine, or the named one, for the time of one request.
+    def lease(self, name: str | None = None, *, held_out: bool = False) -> Iterator[Seat]:
+        """An engine, or the named one, for the time of one request, which may be that of a held-out prompt.
 
         An exception other than cancellation counts as its failure.
 
@@ -105,11 +128,12 @@ class EnginePool:
             raise EngineLostError(f"{name or 'every engine'} is lost")
         seat = min(seats, key=lambda seat: (seat.failures, seat.load))
         seat.load += 1
+        seat.held_out += held_out
         self.loads.note(seat.name, seat.load)
         try:
             yield seat
         except EngineLostError as error:
-            seat.lost = str(error)
+            self._lose(seat, str(error))
             raise
         except Exception:
             seat.failures += 1
@@ -119,6 +143,7 @@ class EnginePool:
             seat.finished += 1
         finally:
             seat.load -= 1
+            seat.held_out -= held_out
             self.loads.note(seat.name, seat.load)
             self._change()
 
@@ -130,6 +155,13 @@ class EnginePool:
         """Forget the failures: engines that failed may work with new weights."""
         for seat in self._seats.values():
             seat.failures = 0
+
+    def _lose(self, seat: Seat, why: str) -> None:
+        """The first request that says so still has the others beside it."""
+        if seat.lost is None:
+            seat.lost = why
+            if seat.held_out:
+                self._under_evaluation.add(seat.name)
 
     def _open(self) -> list[Seat]:
         return [seat for seat in self._seats.values() if seat.lost is None and not seat.leaving]

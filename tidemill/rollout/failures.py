@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 
@@ -9,6 +10,8 @@ from tidemill.errors import DataError, EngineError, RewardError, RunError, Tidem
 from tidemill.rollout.activity import Clock
 from tidemill.rollout.flights import Flight
 from tidemill.rollout.ledger import Ledger
+
+LOG = logging.getLogger(__name__)
 
 LOSSES = 3  # engines of one place, one after the other, that finish nothing
 LOSSES_WITHIN_S = 3600.0
@@ -101,11 +104,11 @@ class Suspects:
 
     Args:
         ledger: counts the crashes under every occurrence, over restarts too.
-        max_attempts: `rollout.max_attempts`. At least two crashes condemn, and no more than a `CrashLoop` allows.
+        max_attempts: `rollout.max_attempts`, see `condemning`.
     """
 
     def __init__(self, ledger: Ledger, max_attempts: int) -> None:
-        self._ledger, self.max_crashes = ledger, min(max(2, max_attempts), LOSSES)
+        self._ledger, self.max_crashes = ledger, condemning(max_attempts)
         self._explained: Counter[str] = Counter()
         self._condemned: list[int] = []
 
@@ -142,6 +145,74 @@ class Suspects:
 
     def _suspected(self, uid: int) -> bool:
         return self._ledger.crashes(uid) >= self.max_crashes - 1
+
+
+class HeldOutSuspects:
+    """`Suspects` among the held-out prompts, which are asked again for every version.
+
+    A suspect is asked while no engine has anything else, so that one more crash condemns it. What is condemned is not
+    asked again in this process.
+
+    Args:
+        max_attempts: `rollout.max_attempts`.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self.max_crashes = condemning(max_attempts)
+        self._crashes: Counter[int] = Counter()
+        self._explained: Counter[str] = Counter()
+        self._answered = False
+
+    def suspected(self, row: int) -> bool:
+        """Whether a prompt is to be asked alone."""
+        return self._crashes[row] >= self.max_crashes - 1
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a suspect that is not condemned."""
+        return any(self.suspected(row) and not self.condemned(row) for row in list(self._crashes))
+
+    def condemned(self, row: int) -> bool:
+        """Whether a prompt is set aside."""
+        return self._crashes[row] >= self.max_crashes
+
+    def answered(self, row: int) -> None:
+        """An engine has answered a prompt."""
+        self._answered = True
+        del self._crashes[row]
+
+    def crashed(self, row: int, engine: str) -> None:
+        """The engine died while it answered a prompt."""
+        self._crashes[row] += 1
+        if self.condemned(row):
+            self._explained[engine] += 1
+            LOG.warning(
+                "held-out prompt %d skipped: %d engines died while they answered it, the last one, %s, with nothing "
+                "beside it",
+                *(row, self.max_crashes, engine),
+            )
+
+    def check(self) -> None:
+        """See that it is some prompts and not the engines.
+
+        Raises:
+            EngineError: one prompt after the other is to blame.
+        """
+        condemned = sorted(filter(self.condemned, self._crashes))
+        if len(condemned) >= (FIRST_FAILURES if self._answered else LOSSES):
+            raise EngineError(
+                f"{len(condemned)} held-out prompts, rows {condemned}, killed {self.max_crashes} engines each: so "
+                f"many are hardly the prompts' fault. The engines' logs say what they died of."
+            )
+
+    def explained(self, engine: str) -> int:
+        """How many prompts were set aside for the death of this engine; asked once."""
+        return self._explained.pop(engine, 0)
+
+
+def condemning(max_attempts: int) -> int:
+    """Crashes that condemn a prompt: at least two, and no more than a `CrashLoop` allows."""
+    return min(max(2, max_attempts), LOSSES)
 
 
 class CrashLoop:

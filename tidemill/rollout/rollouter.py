@@ -145,7 +145,7 @@ class Rollouter:
 
     async def _admit(self) -> None:
         while not self._stopping and (uid := self._admission.next(self._flights, self._clock())) is not None:
-            if self._books.suspects.must_wait(uid, self._flights.values()):
+            if self._evaluator.alone or self._books.suspects.must_wait(uid, self._flights.values()):
                 return
             self._admission.start(uid)
             prompt = self.prompts.prompt(uid)
@@ -209,9 +209,10 @@ class Rollouter:
     def _failed(self, flight: Flight, failure: FlightFailure) -> None:
         if failure.reason == "engine_lost":
             self._resize()
-            if isinstance(failure.__cause__, EngineCrashedError):
+            held_out = self._engines.died_beside_held_out(str(flight.engine))
+            if isinstance(failure.__cause__, EngineCrashedError) and not held_out:
                 self._books.crashed(flight)
-            else:  # no fault of the prompt, nor of the engines that are left
+            else:  # no fault of the prompt that one could know of, nor of the engines that are left
                 self._drop([flight.uid], failure.reason)
             return
         self._books.failed(flight.uid, failure)
@@ -246,23 +247,18 @@ class Rollouter:
         Returns:
             How many requests it had answered, and how many prompts were set aside because they killed it.
         """
+        self._engines.close(name)
+        self._resize()
         if patience_s:
-            self._engines.close(name)
-            self._resize()
             await self._engines.drained(name, patience_s)
+        else:  # requests whose engine died say so by themselves, which tells whether it died under them
+            await self._engines.quiet(name, ANSWER_TIMEOUT_S)
         finished = self._engines.remove(name)
         self._books.tally.count("engines_removed")
         self._resize()
-        if not patience_s:
-            await self._hear_why(name)
         for flight in self._on_engine(name):
             self._abandon(flight, reason)
-        return finished + self._books.suspects.explained(name)
-
-    async def _hear_why(self, name: str) -> None:
-        """Groups whose engine died say so by themselves, which tells whether it died under them."""
-        if tasks := [flight.task for flight in self._on_engine(name) if flight.task is not None]:
-            await asyncio.wait(tasks, timeout=ANSWER_TIMEOUT_S)
+        return finished + self._books.suspects.explained(name) + self._evaluator.suspects.explained(name)
 
     def _on_engine(self, name: str) -> list[Flight]:
         return [f for f in self._flights.values() if f.stage == "generating" and f.engine == name]
@@ -325,7 +321,10 @@ class Rollouter:
 
     async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
-        return await self._evaluator.evaluate(version, engine)
+        try:
+            return await self._evaluator.evaluate(version, engine)
+        finally:
+            self._wake.set()  # a suspect among the prompts may have held up groups
 
     async def loads(self) -> Loads:
         """Requests in flight since the last call; see `LoadMeter.take`."""

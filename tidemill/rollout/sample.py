@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,9 @@ from tidemill.records import Completion, FinishReason, Float32Array, VersionSpan
 # A prime beyond any number of samples, so that pieces of a sample do not meet other samples.
 PIECE_STRIDE = 1_000_000_007
 MAX_SEED = 1 << 62
+UTF8_BYTES = 4  # of the longest character
+NO_CHARACTER = "\ufffd"  # what bytes that are no whole character are decoded to
+Decode = Callable[[Sequence[int]], str]
 REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -31,11 +34,12 @@ class Sample:
     spans: list[VersionSpan] = field(default_factory=list)
     reason: FinishReason = "abort"
 
-    def extend(self, output: Any, stop: Sequence[str] = ()) -> None:
+    def extend(self, output: Any, kept: Callable[[Sequence[int]], int] = len) -> None:
         """Append what one vLLM request sampled (`vllm.outputs.CompletionOutput` with flat log-probs).
 
-        vLLM looks for stop strings within a request. Where an abort may have cut one in two, what there is of it is
-        left out, to be sampled once more.
+        Args:
+            output: of the request.
+            kept: how many of the tokens stay where an abort has cut them off; the others are sampled once more.
 
         Raises:
             EngineError: vLLM reports a failure, or does not say which version a token came from.
@@ -43,9 +47,9 @@ class Sample:
         if output.finish_reason not in REASONS:
             raise EngineError(f"vLLM ended a sample with reason {output.finish_reason!r}: {output.stop_reason}")
         self.reason = REASONS[output.finish_reason]
-        begun = unfinished_stop(output.text, stop) if self.reason == "abort" else 0
-        start, count = len(self.token_ids), max(0, len(output.token_ids) - begun)  # no token is less than a character
-        self.token_ids.extend(output.token_ids[:count])
+        tokens: Sequence[int] = output.token_ids
+        start, count = len(self.token_ids), kept(tokens) if self.reason == "abort" else len(tokens)
+        self.token_ids.extend(tokens[:count])
         self.log_probs.extend(sampled_log_probs(output.logprobs)[:count])
         for span in output.weight_versions or ():
             self._add_span(int(span.version), start + span.start, start + min(span.end, count))
@@ -72,6 +76,7 @@ class Flight:
     """A request that the engine answers for.
 
     Attributes:
+        place: in the order in which vLLM serves; the smallest comes first.
         aborted: the caller gave it up.
         submitted: names of the requests that vLLM holds for it now, one a sample.
     """
@@ -79,6 +84,7 @@ class Flight:
     request_id: str
     prompt: list[int]
     sampling: Sampling
+    place: int
     samples: list[Sample] = field(default_factory=list)
     aborted: bool = False
     submitted: set[str] = field(default_factory=set)
@@ -106,9 +112,40 @@ def piece_seed(sampling: Sampling, index: int, position: int) -> int | None:
     return (sampling.seed * sampling.n + index + position * PIECE_STRIDE) % MAX_SEED
 
 
-def unfinished_stop(text: str, stop: Sequence[str]) -> int:
-    """Characters at the end of a text with which a stop string may have begun."""
-    return max((n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+def settled(token_ids: Sequence[int], *, stop: Sequence[str], decode: Decode) -> int:
+    """How many of the tokens, from the first, have a text that ends with a whole character and with no begun stop.
+
+    vLLM looks for stop strings in the text of one request, so one that is cut in two would not be seen. After a cut
+    within a character the next request has the text of its prompt too, and would find the stop strings of that.
+
+    Args:
+        token_ids: that were sampled before an abort.
+        stop: strings that end a sample, at least one.
+        decode: tokens to text, special tokens left out.
+    """
+    tail = UTF8_BYTES * max(map(len, stop))  # no token that has a text is less than a byte
+
+    def text(count: int) -> str:
+        return decode(token_ids[max(0, count - tail) : count])
+
+    count = whole(len(token_ids), text)
+    while count and begins_stop(text(count), stop):
+        count = whole(count - 1, text)
+    return count
+
+
+def whole(count: int, text: Callable[[int], str]) -> int:
+    """The same count or a little less, so that its text does not end within a character.
+
+    Where more than the bytes of one are missing, the model samples what is no text, and the count stays.
+    """
+    fewer = range(count, max(count - UTF8_BYTES, -1), -1)
+    return next((n for n in fewer if not text(n).endswith(NO_CHARACTER)), count)
+
+
+def begins_stop(text: str, stop: Sequence[str]) -> bool:
+    """Whether a text ends with what a stop string begins with."""
+    return any(text.endswith(word[:n]) for word in stop for n in range(1, len(word)))
 
 
 def sampled_log_probs(flat: Any) -> list[float]:

@@ -9,11 +9,13 @@ from typing import Any
 from tidemill.config import RunConfig
 from tidemill.protocols import Evaluation
 from tidemill.rollout.engine import VllmEngine
-from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.prompts import load_held_out, load_tokenizer
+from tidemill.rollout.relay import Relay
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.store.locate import Locator
+
+FIRST_VERSION = 0  # of an engine that nobody has sent weights
 
 
 def score_model(config: RunConfig, folder: Path) -> Evaluation:
@@ -33,17 +35,19 @@ async def answer_held_out(config: RunConfig, folder: Path) -> Evaluation:
     """Start an engine and the reward workers, ask everything, end both."""
     tokenizer: Any = load_tokenizer(folder)
     held_out = load_held_out(config.data, tokenizer, config.seed, Locator.of(config).fetch_file)
-    engine = VllmEngine(str(folder), config.rollout, config.data.max_prompt_tokens, config.seed, config.sync.transport)
     rewards = RewardPool(config.rewards)
+    settings = config.rollout, config.data.max_prompt_tokens, config.seed, config.sync.transport
+    relay = Relay(lambda: VllmEngine(str(folder), *settings))
     try:
-        await asyncio.gather(engine.start(), rewards.start())
+        await rewards.start()  # first, because an engine takes what starts beside it for its own, and ends it with it
+        await relay.start()
         evaluator = Evaluator(
             config,
             held_out,
-            EnginePool([engine]),
+            relay.pool,
             rewards,
             lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)),
         )
-        return await evaluator.evaluate(await engine.version())
+        return await relay.during(evaluator.evaluate(FIRST_VERSION), evaluator.suspects.explained)
     finally:
-        await asyncio.gather(rewards.close(), engine.shutdown())
+        await asyncio.gather(rewards.close(), relay.end())

@@ -139,10 +139,10 @@ def task_rows(task: str, options: Mapping[str, Any], config: DataConfig, key: st
     source = f"reasoning_gym://{task}"
     gym = import_library("reasoning_gym", "reasoning-gym", key, source)
     try:
-        dataset = gym.create_dataset(task, **options)
+        entries = list(gym.create_dataset(task, **options))
     except (ValueError, TypeError, AssertionError) as error:
         raise DataError(f"{source} with options {options}: {error}") from error
-    for number, entry in enumerate(dataset, start=1):
+    for number, entry in enumerate(entries, start=1):
         row = {config.prompt_key: entry["question"], config.answer_key: entry["answer"], "entry": as_json(entry)}
         yield f"{source}: row {number}", row
 

@@ -17,6 +17,7 @@ from tidemill.errors import ModelError
 from tidemill.store.smollm2 import SMOLLM2, packaged_smollm2
 
 Fetch = Callable[[str, Path], Path]
+HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 SENTENCE = re.compile(r".+?(?=[.!?]\s|[.!?]?$)", re.MULTILINE)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -111,8 +112,7 @@ def first_sentence(error: BaseException) -> str:
 
 def looks_like_hub_name(name: str) -> bool:
     """Whether `name` is OWNER/NAME."""
-    owner, _, model = name.partition("/")
-    return bool(owner and model) and "/" not in model and not owner.startswith((".", "~"))
+    return HUB_NAME.fullmatch(name) is not None
 
 
 def checked(folder: Path) -> Path:

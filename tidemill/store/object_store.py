@@ -24,6 +24,7 @@ from urllib3 import BaseHTTPResponse
 from urllib3.connectionpool import ConnectionPool
 from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
 
+from tidemill.address import is_server
 from tidemill.errors import ConfigError, StoreError, StoreRefusedError
 
 PART_BYTES = 16 << 20
@@ -284,14 +285,14 @@ def make_client(endpoint_url: str, access_key: str, secret_key: str, *, patient:
 
 
 def parse_endpoint(endpoint_url: str) -> tuple[bool, str]:
-    """(TLS?, `host:port`) of an endpoint URL."""
-    try:
-        url = urlsplit(endpoint_url)
-        valid = url.scheme in {"http", "https"} and url.hostname and url.path in {"", "/"} and url.port != 0
-    except ValueError:
-        valid = False
-    if not valid or url.query or url.username:
+    """(TLS?, `host:port`) of an endpoint URL.
+
+    Raises:
+        StoreError: it is something else.
+    """
+    if not is_server(endpoint_url, bare=True):
         raise StoreError(f"endpoint {endpoint_url!r} is not an address of the form http(s)://host:port: mend it")
+    url = urlsplit(endpoint_url)
     return url.scheme == "https", url.netloc
 
 

@@ -124,7 +124,8 @@ class Tracker:
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Record a held-out score, and every answer as the table `answers/STEP.json`."""
-        self.log(step, {"evaluation/score": evaluation.score})
+        skipped = {f"evaluation/skipped/{reason}": float(number) for reason, number in evaluation.skipped.items()}
+        self.log(step, {"evaluation/score": evaluation.score, **skipped})
         answers = [asdict(answer) for answer in evaluation.answers]
         if answers:
             columns = {name: [answer[name] for answer in answers] for name in answers[0]}

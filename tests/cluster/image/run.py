@@ -1,7 +1,7 @@
 """Stands in for the training in tests on a cluster: it takes its places, counts steps, and is resumed and stopped.
 
-`kubernetes.env` says how: STUB_STEP_S is the time of a step; STUB_ERROR, a class of tidemill.errors, ends attempt
-STUB_ERROR_AT with that error after the first step.
+`kubernetes.env` says how: STUB_STEP_S is the time of a step; after STUB_HOLD steps the first attempt waits for its end;
+STUB_ERROR, a class of tidemill.errors, ends attempt STUB_ERROR_AT with that error after the first step.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ def train(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
         fence, began = Fence(store, config.name, claim), time.monotonic()
         step = done(store, config.name)
         while step < config.trainer.steps and stop.reason is None:
+            if held(claim, step):
+                time.sleep(0.1)
+                continue
             step = count(step, fence, store, log, config)
             if os.environ.get("STUB_ERROR") and str(claim.attempt) == os.environ["STUB_ERROR_AT"]:
                 raise vars(errors)[os.environ["STUB_ERROR"]]("the stand-in was told to fail")
@@ -59,6 +62,11 @@ def places(config: RunConfig) -> list[str]:
         for _ in range(number)
     ]
     return list(ray.get(tasks, timeout=120))
+
+
+def held(claim: Claim, step: int) -> bool:
+    """Whether this attempt goes no further."""
+    return claim.attempt == 1 and step == int(os.environ.get("STUB_HOLD", "-1"))
 
 
 def count(step: int, fence: Fence, store: ObjectStore, log: EventLog, config: RunConfig) -> int:
