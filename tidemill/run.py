@@ -32,6 +32,7 @@ from tidemill.observe.excerpt import counted
 from tidemill.observe.memory import MemoryMeter
 from tidemill.observe.observer import RunObserver
 from tidemill.observe.report import Sample, Summary, shortened
+from tidemill.observe.timings import Timings
 from tidemill.protocols import Evaluation
 from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.fleet import Fleet
@@ -122,6 +123,7 @@ class Run:
     checkpoint_uri: str | None = None
     upload: asyncio.Task[str] | None = None
     ledger: Mapping[str, Any] = field(default_factory=dict)
+    timings: Timings = field(default_factory=Timings)
 
     async def train(self) -> Summary:
         """Start the parts, train, commit, export; the parts are freed whatever happens."""
@@ -131,13 +133,15 @@ class Run:
             tracker = Tracker.start(self.config, restart.mlflow_run_id if restart else None)
             observer = RunObserver(self.config, self.log, tracker)
             try:
-                parts = await self.start_parts(observer, restart, store)
+                with self.timings.phase("load"):
+                    parts = await self.start_parts(observer, restart, store)
                 try:
                     async with parts.fleet.kept():
                         before = await self.begin(parts, observer, restart)
                         trainer = self.make_trainer(parts, observer, restart, before)
                         await self.learn(trainer, parts, observer)
-                    model_uri = await self.finish(trainer, parts, observer, before)
+                    with self.timings.phase("export"):
+                        model_uri = await self.finish(trainer, parts, observer, before)
                 finally:
                     await parts.close()
             except BaseException as error:
@@ -277,9 +281,8 @@ class Run:
             samples=samples(before),
             skipped=dict(Counter(dict(self.ledger.get("quarantined", {})).values())),
             dropped=dict(self.ledger.get("dropped", {})),
-            phase_seconds={
-                label: metrics[f"time/{name}"] for name, label in PHASES.items() if f"time/{name}" in metrics
-            },
+            phase_seconds=self.timings.seconds
+            | {label: metrics[f"time/{name}"] for name, label in PHASES.items() if f"time/{name}" in metrics},
             metrics=metrics,
             stopped=self.stop.reason if position.step < self.config.trainer.steps else None,
         )

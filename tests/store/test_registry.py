@@ -103,6 +103,12 @@ def test_promoting_the_champion_again_changes_nothing(mlflow_config: RunConfig) 
     assert champion(mlflow_config) == "models:/addition/1"
 
 
+def test_who_does_not_become_the_champion_is_told_both_scores_and_whose_they_are(mlflow_config: RunConfig) -> None:
+    promote(mlflow_config, registered(mlflow_config, 0.5), 0.1, 0.5)
+    reason = promote(mlflow_config, registered(mlflow_config, 0.25), 0.1, 0.25)[1]
+    assert reason == "it scores 0.25, and the champion, version 1, 0.5"
+
+
 def test_scores_of_other_prompts_are_not_compared(mlflow_config: RunConfig) -> None:
     promote(mlflow_config, registered(mlflow_config, 0.5), 0.1, 0.5)
     data = mlflow_config.data.model_copy(update={"held_out": "easier.jsonl"})

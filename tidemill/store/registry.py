@@ -124,9 +124,10 @@ def passes(
     else:
         alike = champion.tags.get("scored_on") == scored_on(config)
         there = float(champion.tags["score"]) if alike and "score" in champion.tags else None
+    whose = f"the champion, version {champion.version},"
     if there is None or score is None:
-        return False, f"it cannot be compared with the champion {champion.version}, which was scored in another way"
-    return score >= there, f"it scores {score:.4g}, the champion {champion.version} {there:.4g}"
+        return False, f"it cannot be compared with {whose} which was scored in another way"
+    return score >= there, f"it scores {score:.4g}, and {whose} {there:.4g}"
 
 
 def scored_on(config: RunConfig) -> str:
