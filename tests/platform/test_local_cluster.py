@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tidemill.cluster.local import LocalCluster, ray_session, weights_folder
+from tidemill.cluster.local import LocalCluster, not_joined, ray_session, weights_folder
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError, StoreError
 from tidemill.run_file import parse_config
@@ -79,6 +79,15 @@ def test_ray_ends_with_the_session_also_after_an_error() -> None:
 def test_runs_of_one_name_below_different_folders_do_not_share_weights(addition: RunConfig, tmp_path: Path) -> None:
     other = addition.model_copy(update={"output": tmp_path / "elsewhere"})
     assert weights_folder(other) != weights_folder(addition)
+
+
+def test_who_cannot_join_a_cluster_is_told_of_its_token_unless_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    assert str(not_joined("h:1", ConnectionError("no"))).endswith(
+        "h:1: no. If it asks for a token, set RAY_AUTH_MODE=token"
+    )
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert str(not_joined("h:1", ConnectionError("no"))).endswith("h:1: no")
 
 
 def test_dead_ray_address_is_refused_at_once(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from tidemill.errors import ConfigError, RunError
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
 
 PROBE_TIMEOUT_S = 10.0
+AUTH_MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 512 * 2**20  # groups are small; weights travel beside Ray
 
 
@@ -115,7 +116,13 @@ def join_ray(provider: str) -> None:
     try:
         ray.init(address=address, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RunError(f"no Ray answers at RAY_ADDRESS = {address}: {error}") from error
+        raise not_joined(address, error) from error
+
+
+def not_joined(address: str, error: Exception) -> RunError:
+    """Why there is no way into the cluster at an address; Ray itself does not tell that a token was missing."""
+    fix = "" if AUTH_MODE in os.environ else f". If it asks for a token, set {AUTH_MODE}=token"
+    return RunError(f"no Ray answers at RAY_ADDRESS = {address}: {error}{fix}")
 
 
 def probe(address: str) -> None:
