@@ -273,7 +273,7 @@ class Run:
             trainer_idle=metrics.get("idle/trainer"),
             rollouter_idle=metrics.get("idle/rollouter"),
             max_age=position.max_age if position.groups else None,
-            peak_memory_bytes=None if apart(self.config) else memory.peak_bytes,  # it sees one pod of many
+            peak_memory_bytes=peak_memory(self.config, memory),
             checkpoint_uri=self.checkpoint_uri,
             model_uri=model_uri,
             model_version=None,
@@ -286,6 +286,11 @@ class Run:
             metrics=metrics,
             stopped=self.stop.reason if position.step < self.config.trainer.steps else None,
         )
+
+
+def peak_memory(config: RunConfig, memory: MemoryMeter) -> int | None:
+    """Bytes of all processes; None where Ray is not of this run, because the meter sees what this process started."""
+    return memory.peak_bytes if config.cluster.provider == "local" else None
 
 
 def elasticity(config: RunConfig) -> Elasticity | None:

@@ -10,6 +10,8 @@ import pytest
 from tidemill.cluster.local import LocalCluster, not_joined, ray_session, weights_folder
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError, StoreError
+from tidemill.observe.memory import MemoryMeter
+from tidemill.run import peak_memory
 from tidemill.run_file import parse_config
 from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
@@ -88,6 +90,15 @@ def test_who_cannot_join_a_cluster_is_told_of_its_token_unless_that_is_set(monke
     )
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     assert str(not_joined("h:1", ConnectionError("no"))).endswith("h:1: no")
+
+
+@pytest.mark.parametrize(("provider", "measured"), [("local", 5), ("existing", None)])
+def test_memory_of_a_ray_that_others_started_is_not_measured(
+    provider: str, measured: int | None, addition: RunConfig
+) -> None:
+    meter = MemoryMeter()
+    meter.peak_bytes = 5
+    assert peak_memory(parse_config(addition.to_yaml(), [f"cluster.provider={provider}"]), meter) == measured
 
 
 def test_dead_ray_address_is_refused_at_once(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
