@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tidemill.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tidemill.config import RunConfig
+from tidemill.sections import KubernetesConfig, StoreConfig, TrackingConfig
 
 SERVER = "http(s)://HOST[:PORT]"
 TRACKING = (
@@ -25,18 +22,25 @@ PAGES = ("ray", "mlflow", "store")
 """What `kubernetes.pages` may give the address of."""
 
 
-def addresses(config: RunConfig) -> Iterator[ConfigError]:
+def model_address(model: str) -> Iterator[ConfigError]:
+    """A model of the object store at no possible place."""
+    if model.startswith("s3:") and not STORED.fullmatch(model):
+        yield ConfigError("model", model, "s3://BUCKET/PREFIX, for one of the store", "Mend it.")
+
+
+def server_addresses(tracking: TrackingConfig, store: StoreConfig) -> Iterator[ConfigError]:
     """Addresses that no server can have."""
-    tracking, endpoint = config.tracking.uri, config.store.endpoint
-    if config.model.startswith("s3:") and not STORED.fullmatch(config.model):
-        yield ConfigError("model", config.model, "s3://BUCKET/PREFIX, for one of the store", "Mend it.")
-    if tracking is not None and not is_tracking(tracking):
-        yield ConfigError("tracking.uri", tracking, f"{TRACKING}; or null", "Mend it, or leave it out.")
-    if endpoint != "embedded" and not is_server(endpoint, bare=True):
+    if tracking.uri is not None and not is_tracking(tracking.uri):
+        yield ConfigError("tracking.uri", tracking.uri, f"{TRACKING}; or null", "Mend it, or leave it out.")
+    if store.endpoint != "embedded" and not is_server(store.endpoint, bare=True):
         fix = "Mend it; the bucket is a setting of its own, store.bucket, and the keys come from the environment."
-        shown = CREDENTIALS.sub("//(not shown)@", endpoint)
+        shown = CREDENTIALS.sub("//(not shown)@", store.endpoint)
         yield ConfigError("store.endpoint", shown, f"embedded, or {SERVER} of an S3 server", fix)
-    for name, page in config.kubernetes.pages.items():
+
+
+def page_addresses(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
+    """Pages that no browser opens, or that nothing links to."""
+    for name, page in kubernetes.pages.items():
         key = f"kubernetes.pages.{name}"
         if name not in PAGES:
             yield ConfigError(key, page, f"one of the keys {', '.join(PAGES)}", "Remove it or mend the spelling.")

@@ -7,15 +7,15 @@ What is fine alone and impossible together is refused with the key, the value, w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, model_validator
 
-from tidemill.address import addresses
-from tidemill.effects import on_pods, without_effect
+from tidemill import effects
+from tidemill.address import model_address, page_addresses, server_addresses
 from tidemill.errors import ConfigError, in_yaml
 from tidemill.sections import (
     DNS_LABEL,
@@ -39,14 +39,6 @@ from tidemill.sections import (
     TrainerConfig,
 )
 
-ANYTHING = (-math.inf, math.inf)
-BOUNDS = {
-    "exact_number": (0.0, 1.0),
-    "math_verify": (0.0, 1.0),
-    "reasoning_gym": (0.0, 1.0),
-    "overlong": (-math.inf, 0.0),
-}
-"""Smallest and largest reward of the functions that are known; see `rollout.rewards`."""
 REWARD_METRICS = ("mean", "std_in_group")
 
 
@@ -177,8 +169,20 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from held_out(config)
     yield from reward_names(config)
     yield from without_effect(config)
-    yield from addresses(config)
+    yield from model_address(config.model)
+    yield from server_addresses(config.tracking, config.store)
+    yield from page_addresses(config.kubernetes)
     yield from on_kubernetes(config)
+
+
+def without_effect(config: RunConfig) -> Iterator[ConfigError]:
+    """Settings that nothing would look at beside the others."""
+    yield from effects.loose_threshold(config.asynchrony)
+    yield from effects.full_snapshots(config.sync)
+    yield from effects.scored_prompts(config.data, config.evaluation)
+    yield from effects.weights(config.rewards)
+    yield from effects.smallest_score(config.registry, config.rewards)
+    yield from effects.gpu_budget(config.kubernetes)
 
 
 def amounts(config: RunConfig) -> Iterator[ConfigError]:
@@ -295,10 +299,6 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
         if value is not None and config.data.held_out is None:
             allowed = f"{0 if key == 'evaluation.every' else 'null'} without data.held_out"
             yield ConfigError(key, value, allowed, "Name a held-out file.")
-    best, most = config.registry.min_score, largest_reward(config.rewards)
-    if best is not None and best > most:
-        fix = "It is a mean reward, and no percentage."
-        yield ConfigError("registry.min_score", best, f"up to {most:g}, the most that the rewards give", fix)
     mode, every, engines = config.evaluation.mode, config.evaluation.every, config.rollout.engines
     if mode != "blocking" and every == 0:
         allowed = "blocking with evaluation.every = 0, which scores nothing during training"
@@ -309,16 +309,6 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
     if config.registry.alias == "champion":
         fix = "That alias goes to a version that scores no less than the one which has it. Leave this out."
         yield ConfigError("registry.alias", "champion", "another name than champion", fix)
-
-
-def largest_reward(rewards: Sequence[RewardConfig]) -> float:
-    """The largest weighted sum of rewards that is possible; infinite with functions that are not known."""
-    bounds = [
-        sorted(reward.weight * bound for bound in BOUNDS.get(reward.function, ANYTHING))
-        for reward in rewards
-        if reward.weight
-    ]
-    return sum(upper for _, upper in bounds)
 
 
 def reward_names(config: RunConfig) -> Iterator[ConfigError]:
@@ -349,7 +339,7 @@ def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
     ):
         if value in ("shared_memory", "embedded", None) or (key == "tracking.uri" and value.startswith("sqlite:")):
             yield ConfigError(key, value, f"{allowed} with cluster.provider = kuberay", apart)
-    yield from on_pods(config)
+    yield from effects.on_pods(config.kubernetes)
     yield from sizes(config)
     if config.kubernetes.image.endswith(":latest"):
         fix = "Whatever stands behind latest may change between two pods of a run. Name a version."

@@ -7,15 +7,32 @@ is a limit that is not reached. What depends on the machine is told of when the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
 from tidemill.errors import ConfigError, in_yaml
+from tidemill.sections import (
+    AsynchronyConfig,
+    DataConfig,
+    EvaluationConfig,
+    KubernetesConfig,
+    RegistryConfig,
+    RewardConfig,
+    RolloutConfig,
+    SyncConfig,
+    TrainerConfig,
+)
 
-if TYPE_CHECKING:
-    from tidemill.config import RunConfig
+ANYTHING = (-math.inf, math.inf)
+BOUNDS = {
+    "exact_number": (0.0, 1.0),
+    "math_verify": (0.0, 1.0),
+    "reasoning_gym": (0.0, 1.0),
+    "overlong": (-math.inf, 0.0),
+}
+"""Smallest and largest reward of the functions that are known; see `rollout.rewards`."""
 
 OWN_VARIABLES = frozenset(
     {
@@ -47,30 +64,57 @@ RUNTIME_ENVIRONMENT = (
 """What Ray reads of a runtime environment; it leaves everything else out with a warning in a log."""
 
 
-def without_effect(config: RunConfig) -> Iterator[ConfigError]:
-    """Settings that nothing would look at."""
-    yield from loose_threshold(config)
-    if config.sync.transport == "shared_memory" and is_set(config.sync, "full_every"):
-        allowed = f"{default(config.sync, 'full_every')} with sync.transport = 'shared_memory', which hands over all"
+def full_snapshots(sync: SyncConfig) -> Iterator[ConfigError]:
+    """How often all weights are stored, where nothing is stored."""
+    if sync.transport == "shared_memory" and is_set(sync, "full_every"):
+        allowed = f"{default(sync, 'full_every')} with sync.transport = 'shared_memory', which hands over all"
         fix = "Set sync.transport to object_store, or leave this out."
-        yield ConfigError("sync.full_every", config.sync.full_every, allowed, fix)
-    if config.data.held_out is None and config.evaluation.max_prompts is not None:
+        yield ConfigError("sync.full_every", sync.full_every, allowed, fix)
+
+
+def scored_prompts(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[ConfigError]:
+    """How many of no held-out prompts are scored."""
+    if data.held_out is None and evaluation.max_prompts is not None:
         fix = "Name a held-out file."
-        yield ConfigError("evaluation.max_prompts", config.evaluation.max_prompts, "null without data.held_out", fix)
-    if not any(reward.weight for reward in config.rewards):
+        yield ConfigError("evaluation.max_prompts", evaluation.max_prompts, "null without data.held_out", fix)
+
+
+def weights(rewards: Sequence[RewardConfig]) -> Iterator[ConfigError]:
+    """Rewards that all count nothing."""
+    if not any(reward.weight for reward in rewards):
         fix = "Without one all advantages are 0, and nothing is learned."
-        yield ConfigError("rewards.0.weight", config.rewards[0].weight, "another number than 0 for one reward", fix)
-    if config.kubernetes.gpu_hours is not None and config.kubernetes.gpu_resource is None:
+        yield ConfigError("rewards.0.weight", rewards[0].weight, "another number than 0 for one reward", fix)
+
+
+def smallest_score(registry: RegistryConfig, rewards: Sequence[RewardConfig]) -> Iterator[ConfigError]:
+    """A score for the registry that no model can have."""
+    least, most = registry.min_score, largest_reward(rewards)
+    if least is not None and least > most:
+        fix = "It is a mean reward, and no percentage."
+        yield ConfigError("registry.min_score", least, f"up to {most:g}, the most that the rewards give", fix)
+
+
+def largest_reward(rewards: Sequence[RewardConfig]) -> float:
+    """The largest weighted sum of rewards that is possible; infinite with functions that are not known."""
+    return sum(
+        max(reward.weight * bound for bound in BOUNDS.get(reward.function, ANYTHING))
+        for reward in rewards
+        if reward.weight
+    )
+
+
+def gpu_budget(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
+    """Hours of GPUs for a run that has none."""
+    if kubernetes.gpu_hours is not None and kubernetes.gpu_resource is None:
         fix = "The budget counts GPUs. Limit the time with kubernetes.max_hours."
         allowed = "null with kubernetes.gpu_resource = null, with which a run has no GPU"
-        yield ConfigError("kubernetes.gpu_hours", config.kubernetes.gpu_hours, allowed, fix)
+        yield ConfigError("kubernetes.gpu_hours", kubernetes.gpu_hours, allowed, fix)
 
 
-def loose_threshold(config: RunConfig) -> Iterator[ConfigError]:
+def loose_threshold(asynchrony: AsynchronyConfig) -> Iterator[ConfigError]:
     """A threshold that lets more groups start than the hard bound, which is the one that counts."""
-    a = config.asynchrony
-    threshold, most = a.staleness_threshold, a.max_staleness
-    if threshold is not None and threshold > most > 0 and a.staleness_strategy != "drop":
+    threshold, most = asynchrony.staleness_threshold, asynchrony.max_staleness
+    if threshold is not None and threshold > most > 0 and asynchrony.staleness_strategy != "drop":
         yield ConfigError(
             "asynchrony.staleness_threshold",
             threshold,
@@ -79,36 +123,39 @@ def loose_threshold(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
-def on_pods(config: RunConfig) -> Iterator[ConfigError]:
+def on_pods(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
     """Settings that pods would not have."""
-    settings = config.kubernetes
-    for name, value in settings.env.items():
+    for name, value in kubernetes.env.items():
         if name in OWN_VARIABLES:
             fix = "Remove it; the object store's keys come from the secret kubernetes.store_secret."
             shown = "(not shown)" if "KEY" in name else value
             yield ConfigError(f"kubernetes.env.{name}", shown, "a variable that a run does not set itself", fix)
-    for name, value in settings.runtime_env.items():
+    for name, value in kubernetes.runtime_env.items():
         if name not in RUNTIME_ENVIRONMENT:
             allowed = f"one of the keys {', '.join(RUNTIME_ENVIRONMENT)}"
             yield ConfigError(f"kubernetes.runtime_env.{name}", value, allowed, "Remove it or mend the spelling.")
 
 
-def notices(config: RunConfig, gpus: bool) -> Iterator[str]:
-    """What a person should know of settings that are fine in a file, and have little effect in this run.
+def long_warmup(trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> Iterator[str]:
+    """A notice of a warm-up that outlasts the run, as in a short trial of settings for a long one."""
+    steps = trainer.steps * asynchrony.require_batches
+    if trainer.warmup_steps > steps:
+        yield (
+            f"trainer.warmup_steps = {trainer.warmup_steps} is more than the {steps} optimizer steps of the run, whose "
+            f"learning rate ends at {steps / trainer.warmup_steps:.0%} of trainer.learning_rate"
+        )
+
+
+def other_processor(rollout: RolloutConfig, gpus: bool) -> Iterator[str]:
+    """A notice of settings of engines on the other kind of processor: one file may serve both kinds of machine.
 
     Args:
-        config: of the run; one file may serve short trials too, and both kinds of machine.
-        gpus: whether engines get GPUs.
+        rollout: of the run.
+        gpus: whether its engines get GPUs.
     """
-    warmup, steps = config.trainer.warmup_steps, config.trainer.steps * config.asynchrony.require_batches
-    if warmup > steps:
-        yield (
-            f"trainer.warmup_steps = {warmup} is more than the {steps} optimizer steps of the run, whose learning rate "
-            f"ends at {steps / warmup:.0%} of trainer.learning_rate"
-        )
     name = "cpu_kv_cache_gib" if gpus else "gpu_memory_utilization"
-    if is_set(config.rollout, name):
-        value = in_yaml(config.rollout.model_dump()[name])
+    if is_set(rollout, name):
+        value = in_yaml(rollout.model_dump()[name])
         yield f"rollout.{name} = {value} changes nothing: the engines run {'on GPUs' if gpus else 'without a GPU'}"
 
 

@@ -1,41 +1,22 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from config_rig import ON_KUBERNETES, SMALL, parse, refusal
 
 from tidemill.config import RunConfig, fields
-from tidemill.effects import RUNTIME_ENVIRONMENT, notices
 from tidemill.errors import ConfigError, in_yaml
 from tidemill.run_file import PATTERNS, apply_override, load_config, parse_config
 from tidemill.sections import DNS_LABEL
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-SMALL: dict[str, Any] = {
-    "name": "probe",
-    "model": "m",
-    "data": {"train": "a.jsonl"},
-    "rewards": [{"function": "exact_number"}],
-    "trainer": {"steps": 4},
-}
-
-
-def parse(*overrides: str) -> RunConfig:
-    return parse_config(yaml.safe_dump(SMALL), overrides)
-
-
-def refusal(*overrides: str) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        parse(*overrides)
-    return caught.value
 
 
 def test_required_keys_are_enough() -> None:
@@ -351,14 +332,6 @@ def test_every_pattern_is_told_in_words() -> None:
     assert {json.loads(pattern) for pattern in found} == PATTERNS.keys()
 
 
-ON_KUBERNETES = (
-    "cluster.provider=kuberay",
-    "sync.transport=object_store",
-    "store.endpoint=http://minio:9000",
-    "tracking.uri=http://mlflow:5000",
-)
-
-
 def test_a_run_on_kubernetes_needs_what_pods_can_share() -> None:
     assert parse(*ON_KUBERNETES).cluster.provider == "kuberay"
     for index, key in enumerate(("sync.transport", "store.endpoint", "tracking.uri"), start=1):
@@ -406,218 +379,3 @@ def test_an_evaluation_mode_that_cannot_work_is_refused() -> None:
     assert refusal(held_out, "evaluation.mode=concurrent").key == "evaluation.mode"
     spare = refusal(held_out, "evaluation.mode=spare", "evaluation.every=2")
     assert "rollout.engines = 1" in str(spare)
-
-
-@pytest.mark.parametrize(
-    ("key", "overrides"),
-    [
-        ("asynchrony.pause_mode", ["asynchrony.max_staleness=0", "asynchrony.pause_mode=abort"]),
-        ("asynchrony.pause_mode", ["asynchrony.staleness_threshold=0", "asynchrony.pause_mode=keep"]),
-        ("asynchrony.staleness_threshold", ["asynchrony.staleness_threshold=1.5"]),
-        (
-            "asynchrony.staleness_threshold",
-            ["asynchrony.staleness_threshold=3", "asynchrony.max_staleness=2", "asynchrony.staleness_strategy=wait"],
-        ),
-        ("sync.full_every", ["sync.full_every=5"]),
-        ("evaluation.max_prompts", ["evaluation.max_prompts=5"]),
-        ("rewards.0.weight", ["rewards.0.weight=0"]),
-        ("kubernetes.gpu_hours", [*ON_KUBERNETES, "kubernetes.gpu_resource=null", "kubernetes.gpu_hours=3"]),
-        ("kubernetes.env.TIDEMILL_ATTEMPT", [*ON_KUBERNETES, "kubernetes.env={TIDEMILL_ATTEMPT: '3'}"]),
-        ("kubernetes.runtime_env.workingdir", [*ON_KUBERNETES, "kubernetes.runtime_env={workingdir: /a}"]),
-        ("kubernetes.pages.dashboard", [*ON_KUBERNETES, "kubernetes.pages={dashboard: 'http://ray'}"]),
-    ],
-)
-def test_a_setting_without_effect_is_refused_with_what_takes_it_away(key: str, overrides: list[str]) -> None:
-    error = refusal(*overrides)
-    assert (error.key, bool(error.fix)) == (key, True)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["asynchrony.max_staleness=0", "asynchrony.pause_mode=wait"],
-        ["asynchrony.max_staleness=0", "asynchrony.partial_rollout=false"],
-        ["asynchrony.staleness_threshold=1"],
-        ["asynchrony.staleness_threshold=1.5", "asynchrony.staleness_strategy=drop"],
-        ["sync.full_every=5", "sync.transport=object_store"],
-        ["sync.full_every=10"],
-        ["kubernetes.gpu_resource=null", *ON_KUBERNETES],
-        ["kubernetes.runtime_env={pip: [sympy], env_vars: {A: b}}", *ON_KUBERNETES],
-    ],
-)
-def test_what_holds_beside_the_others_or_is_the_default_is_taken(overrides: list[str]) -> None:
-    parse(*overrides)
-
-
-def test_the_keys_of_a_runtime_environment_are_those_that_ray_reads() -> None:
-    from ray.runtime_env import RuntimeEnv
-
-    of_ray_itself = {"_ray_release", "_ray_commit", "_inject_current_ray"}
-    assert {name.lstrip("_") for name in RuntimeEnv.known_fields - of_ray_itself} == set(RUNTIME_ENVIRONMENT)
-
-
-def test_a_key_of_the_store_in_the_settings_is_refused_without_being_shown() -> None:
-    error = refusal(*ON_KUBERNETES, "kubernetes.env={TIDEMILL_S3_SECRET_KEY: abracadabra}")
-    assert "kubernetes.store_secret" in str(error)
-    assert "abracadabra" not in str(error)
-
-
-def test_keys_in_the_address_of_the_store_are_refused_without_being_shown() -> None:
-    message = str(refusal("store.endpoint=http://me:abracadabra@minio:9000"))
-    assert "http://(not shown)@minio:9000" in message
-    assert "abracadabra" not in message
-
-
-def test_one_file_may_serve_machines_with_gpus_and_without_and_is_told_what_each_leaves_out() -> None:
-    config = parse("rollout.cpu_kv_cache_gib=4", "rollout.gpu_memory_utilization=0.5")
-    [on_gpus], [without] = notices(config, True), notices(config, False)
-    assert on_gpus.startswith("rollout.cpu_kv_cache_gib = 4 changes nothing")
-    assert without.startswith("rollout.gpu_memory_utilization = 0.5 changes nothing")
-    assert [*notices(parse(), True), *notices(parse(), False)] == []
-
-
-def test_a_warm_up_that_does_not_end_in_the_run_is_told() -> None:
-    batches = "asynchrony.require_batches=2"
-    assert [*notices(parse("trainer.warmup_steps=8", batches), True)] == []
-    [told] = notices(parse("trainer.warmup_steps=80", batches), True)
-    assert "more than the 8 optimizer steps" in told
-    assert "ends at 10% of" in told
-
-
-@pytest.mark.parametrize(
-    ("rewards", "most"),
-    [
-        ("[{function: exact_number}]", 1.0),
-        ("[{function: exact_number, weight: 2}, {function: overlong}]", 2.0),
-        ("[{function: math_verify, weight: -1}, {function: reasoning_gym, weight: 0.5}]", 0.5),
-        ("[{function: overlong, weight: -1}]", math.inf),
-        ("[{function: exact_number}, {function: 'mine:own'}]", math.inf),
-    ],
-)
-def test_a_score_that_the_rewards_cannot_give_is_refused(rewards: str, most: float) -> None:
-    settings = ("data.held_out=h.jsonl", f"rewards={rewards}")
-    assert parse(*settings, f"registry.min_score={min(most, 1e6)}").registry.min_score == min(most, 1e6)
-    if most < math.inf:
-        error = refusal(*settings, "registry.min_score=95")
-        assert (error.key, error.allowed) == ("registry.min_score", f"up to {most:g}, the most that the rewards give")
-
-
-ADDRESSES = {
-    "tracking.uri": [
-        "foo",
-        "localhost:5000",
-        "mlruns",
-        "./mlruns",
-        "file:///mlruns",
-        "s3://bucket/mlflow",
-        "htp://mlflow:5000",
-        "http://",
-        "http:mlflow",
-        "http://mlflow:5000o",
-        "http://mlflow:99999",
-        "'http://ml flow'",
-        "sqlite://",
-        "sqlite:///",
-        "databricks://",
-        "'databricks:team'",
-        "postgres://db/mlflow",
-    ],
-    "store.endpoint": [
-        "foo",
-        "minio:9000",
-        "s3://bucket",
-        "http://minio:9000/tidemill",
-        "http://key:secret@minio:9000",
-        "http://minio:0",
-        "embeded",
-        "''",
-    ],
-    "model": ["s3://", "s3://bucket", "s3://bucket/", "s3:/bucket/prefix", "'s3:///prefix'"],
-    "kubernetes.pages.ray": ["ray:8265", "javascript:alert(1)", "''"],
-}
-
-
-@pytest.mark.parametrize(("key", "address"), [(key, each) for key, found in ADDRESSES.items() for each in found])
-def test_what_is_no_address_is_refused_before_anything_starts(key: str, address: str) -> None:
-    assert refusal(*ON_KUBERNETES, f"{key}={address}").key == key
-    if not key.startswith("kubernetes"):
-        assert refusal(f"{key}={address}").key == key
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "http://mlflow",
-        "https://mlflow.example.org/team/",
-        "http://[::1]:5000",
-        "sqlite:///runs/my run/mlflow.db",
-        "mysql+pymysql://user@db/mlflow",
-        "databricks",
-    ],
-)
-def test_what_mlflow_can_track_to_is_taken(address: str) -> None:
-    assert parse(f"tracking.uri={address}").tracking.uri == address
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, "null"),
-        (True, "true"),
-        ([True, None, "x", 1e-06], "[true, null, 'x', 1.0e-06]"),
-        ({"a": {"b-c": False}, "two words": ["it's"]}, "{a: {b-c: false}, 'two words': ['it''s']}"),
-        (("a", 2), "['a', 2]"),
-        (float("-inf"), "-.inf"),
-        ("null", "'null'"),
-        (r"\d+", r"'\d+'"),
-        ("two\nlines", '"two\\nlines"'),
-        ("\ud800", '"\\ud800"'),
-        (Path("/a"), "'/a'"),
-        ({}, "{}"),
-    ],
-)
-def test_a_refused_value_reads_as_it_would_stand_in_the_file(value: object, shown: str) -> None:
-    assert str(ConfigError("k", value, "another", "Mend it.")) == f"k = {shown}: allowed is another. Mend it."
-    assert yaml.safe_load(shown) == (str(value) if isinstance(value, Path) else json.loads(json.dumps(value)))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.shuffle=null", "data.shuffle = null: allowed is true or false."),
-        ("asynchrony.partial_rollout=maybe", "asynchrony.partial_rollout = 'maybe': allowed is true or false."),
-        ("rollout.stop=[true]", "rollout.stop.0 = true: allowed is a valid string."),
-        ("rollout.group_timeout_s=10m", "rollout.group_timeout_s = '10m': allowed is a number, in seconds."),
-        ("trainer.steps=1.5", "trainer.steps = 1.5: allowed is an integer."),
-        ("output=[a]", "output = ['a']: allowed is a path."),
-        ("rewards.0.options={1: 2}", "rewards.0.options.1 = 1: allowed is a valid string."),
-        ("kubernetes.tolerations=[{key: null}]", "kubernetes.tolerations.0.key = null: allowed is a valid string."),
-    ],
-)
-def test_a_refusal_speaks_of_yaml_and_not_of_python(override: str, message: str) -> None:
-    assert str(refusal(override)).startswith(message)
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "seed=4294967296",
-        "rollout.group_timeout_s=1e12",
-        "asynchrony.staleness_threshold=1e308",
-        "kubernetes.max_hours=1e6",
-        "kubernetes.keep_s=99999999999",
-        "kubernetes.service_account=My Account",
-        "kubernetes.secrets=[HF_TOKEN]",
-        "kubernetes.env={MY VARIABLE: a}",
-        "kubernetes.queue=''",
-        "kubernetes.gpu_resource=gpu",
-        "kubernetes.gpu_type=NVIDIA H100 80GB HBM3",
-        "kubernetes.head.cpus=1e9",
-        "kubernetes.trainer.shared_memory_gib=65",
-        "tracking.experiment=''",
-        "data.train=''",
-        "data.prompt_key=''",
-    ],
-)
-def test_what_passes_its_type_and_cannot_work_is_refused(override: str) -> None:
-    assert refusal(*ON_KUBERNETES, override).key.startswith(override.partition("=")[0])

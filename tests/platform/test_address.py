@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+from config_rig import ON_KUBERNETES, parse, refusal
+
+ADDRESSES = {
+    "tracking.uri": [
+        "foo",
+        "localhost:5000",
+        "mlruns",
+        "./mlruns",
+        "file:///mlruns",
+        "s3://bucket/mlflow",
+        "htp://mlflow:5000",
+        "http://",
+        "http:mlflow",
+        "http://mlflow:5000o",
+        "http://mlflow:99999",
+        "'http://ml flow'",
+        "sqlite://",
+        "sqlite:///",
+        "databricks://",
+        "'databricks:team'",
+        "postgres://db/mlflow",
+    ],
+    "store.endpoint": [
+        "foo",
+        "minio:9000",
+        "s3://bucket",
+        "http://minio:9000/tidemill",
+        "http://key:secret@minio:9000",
+        "http://minio:0",
+        "embeded",
+        "''",
+    ],
+    "model": ["s3://", "s3://bucket", "s3://bucket/", "s3:/bucket/prefix", "'s3:///prefix'"],
+    "kubernetes.pages.ray": ["ray:8265", "javascript:alert(1)", "''"],
+}
+
+
+@pytest.mark.parametrize(("key", "address"), [(key, each) for key, found in ADDRESSES.items() for each in found])
+def test_what_is_no_address_is_refused_before_anything_starts(key: str, address: str) -> None:
+    assert refusal(*ON_KUBERNETES, f"{key}={address}").key == key
+    if not key.startswith("kubernetes"):
+        assert refusal(f"{key}={address}").key == key
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://mlflow",
+        "https://mlflow.example.org/team/",
+        "http://[::1]:5000",
+        "sqlite:///runs/my run/mlflow.db",
+        "mysql+pymysql://user@db/mlflow",
+        "databricks",
+    ],
+)
+def test_what_mlflow_can_track_to_is_taken(address: str) -> None:
+    assert parse(f"tracking.uri={address}").tracking.uri == address
+
+
+def test_keys_in_the_address_of_the_store_are_refused_without_being_shown() -> None:
+    message = str(refusal("store.endpoint=http://me:abracadabra@minio:9000"))
+    assert "http://(not shown)@minio:9000" in message
+    assert "abracadabra" not in message
