@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tidemill.errors import ConfigError
-from tidemill.sections import KubernetesConfig, StoreConfig, TrackingConfig
+
+if TYPE_CHECKING:  # the help of a command needs forms of addresses, and no settings
+    from tidemill.sections import KubernetesConfig, StoreConfig, TrackingConfig
 
 SERVER = "http(s)://HOST[:PORT]"
 TRACKING = (
