@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -187,6 +188,27 @@ async def test_nothing_is_left_of_an_engine_that_starts_when_the_run_ends(tmp_pa
 
     await crew.run(3, die)
     assert crew.started[0].ended
+
+
+@pytest.mark.parametrize("end", ["the run ends", "the rollouter dies"])
+async def test_an_engine_that_is_being_removed_is_ended_whatever_happens(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew, asked = Crew(tmp_path), asyncio.Event()
+
+    async def remove(name: str, reason: str, patience_s: float = 0.0) -> int:
+        asked.set()
+        if end == "the rollouter dies":
+            raise RunError("the rollouter died")
+        await asyncio.sleep(DEADLINE_S)
+        return 0
+
+    monkeypatch.setattr(crew.rig.rollouter, "remove_engine", remove)
+    with suppress(RunError):
+        async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+            crew.members[0].hangs.set()
+            await asked.wait()
+    assert crew.members[0].ended
 
 
 def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
