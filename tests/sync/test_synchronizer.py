@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,15 @@ async def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> Non
     with pytest.raises(SyncError, match=rf"{1 << 60} bytes needed, \d+ free"):
         await publisher.publish(1, "keep")
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+async def test_weights_that_turn_out_not_to_fit_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    async def full(path: Path) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    publisher = Synchronizer([FakeEngine()], SyncConfig(), MemoryOutbox(tmp_path / "shm", full), uniform, CANARY)
+    with pytest.raises(SyncError, match=r"an unknown number of bytes needed, .* enlarge /dev/shm"):
+        await publisher.publish(1, "keep")
 
 
 async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_ones(tmp_path: Path) -> None:

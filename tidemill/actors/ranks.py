@@ -27,7 +27,7 @@ from tidemill.store.object_store import ObjectStore
 from tidemill.store.once import bring_once, forget
 from tidemill.store.server import open_store
 from tidemill.sync.manifest import weights_prefix
-from tidemill.sync.outbox import Publication, check_room
+from tidemill.sync.outbox import Publication, check_room, room_in
 from tidemill.sync.publisher import WeightPublisher
 from tidemill.train.batch import MicroBatch
 
@@ -102,7 +102,7 @@ class RankActor:
         folder.mkdir(parents=True, exist_ok=True)
         check_room(folder, self.publisher.nbytes)
         path = folder / f"rank-{self.rank}.safetensors"
-        with timings.phase("sync_write"):
+        with timings.phase("sync_write"), room_in(folder, self.publisher.nbytes):
             self.export(str(path))
         with timings.phase("sync_upload"), self.store() as store:
             self.check_lease(store)
