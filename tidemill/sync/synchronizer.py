@@ -157,7 +157,7 @@ class Synchronizer:
         Those that are lost on the way leave `engines`; the answers are those of the others.
         """
         asked = dict(engines)
-        calls = [self._answer(call(engine), what) for engine in asked.values()]
+        calls = [self._answer(call, engine, what) for engine in asked.values()]
         results = dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         answers: dict[str, T] = {}
         failures: dict[str, BaseException] = {}
@@ -176,12 +176,12 @@ class Synchronizer:
             raise kind(f"{len(failures)} of {len(results)} engines did not {what}: {text}") from cause
         return answers
 
-    async def _answer(self, call: Awaitable[T], what: str) -> T:
+    async def _answer(self, call: Callable[[Engine], Awaitable[T]], engine: Engine, what: str) -> T:
         """What an engine answers before the deadline."""
         limit = self._config.timeout_s
         try:
             async with asyncio.timeout(limit):
-                return await call
+                return await call(engine)
         except TimeoutError as error:
             raise EngineLostError(f"could not {what} within sync.timeout_s = {limit} s") from error
 
