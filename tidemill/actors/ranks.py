@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from tidemill.actors.call import IO, call
+from tidemill.actors.call import IO, MEND, call
 from tidemill.actors.placement import rank_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
@@ -34,6 +34,7 @@ from tidemill.train.batch import MicroBatch
 if TYPE_CHECKING:
     from tidemill.train.policy import PolicyRank
 
+CONCURRENCY_GROUPS = {IO: 1, MEND: 1}
 IO_TIMEOUT_S = 3600.0  # of a checkpoint or a model on its way to or from the store
 
 
@@ -109,8 +110,9 @@ class RankActor:
             publication = self.publisher.publish(store, version, path)
         return replace(publication, metrics={**publication.metrics, **timings.metrics()})
 
+    @ray.method(concurrency_group=MEND)
     def republish_weights(self) -> Publication:
-        """Upload the newest version again, as a full snapshot."""
+        """Upload the newest version again, as a full snapshot; no other publication is made meanwhile."""
         with self.store() as store:
             self.check_lease(store)
             return self.publisher.snapshot(store)
@@ -245,7 +247,7 @@ def start_ranks(config: RunConfig, model_path: str | None, claim: Claim | None =
     # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise; threads that spin would take the cores from the engines.
     threads = config.trainer.threads or len(os.sched_getaffinity(0))
     options = rank_place(config).options({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
-    shell = ray.remote(concurrency_groups={IO: 1}, **options)(RankActor)
+    shell = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, **options)(RankActor)
     actors = tuple(shell.remote(config, model_path, rank, claim) for rank in range(config.trainer.ranks))
     return RemoteRanks(actors, config.trainer.get_timeout_s)
 
