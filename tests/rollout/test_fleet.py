@@ -400,6 +400,23 @@ async def test_an_engine_that_was_set_aside_catches_up_in_the_way_of_the_run_and
         await until(lambda: bool(crew.started))
 
 
+@pytest.mark.parametrize("error", [EngineError("no"), EngineLostError("it died"), StoreError("no answer")])
+async def test_an_engine_that_was_set_aside_and_cannot_catch_up_is_replaced(tmp_path: Path, error: Exception) -> None:
+    crew = Crew(tmp_path)
+
+    async def fail(update: WeightUpdate, mode: PauseMode) -> None:
+        raise error
+
+    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+        await crew.fleet.publish(0, "keep")
+        assert await crew.fleet.set_aside() == "engine 1"
+        crew.members[1].update_weights = fail  # type: ignore[method-assign]
+        await crew.fleet.publish(1, "keep")
+        await crew.fleet.take_back("engine 1")
+        await until(lambda: [member.name for member in crew.fleet.members] == ["engine 0", "engine 2"])
+    assert (crew.members[1].ended, crew.started[0].adopted) == (True, [1])
+
+
 async def test_an_engine_that_is_retired_finishes_what_it_has_and_what_takes_too_long_is_issued_again(
     tmp_path: Path,
 ) -> None:
