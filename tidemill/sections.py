@@ -284,7 +284,8 @@ class TrackingConfig(Section):
 
     uri: str | None = None
     """The `http(s)://host:port` of a tracking server, `databricks`, or a database as MLflow names it, such as
-    `sqlite:///FILE`; null writes to an SQLite file below `output`."""
+    `sqlite:///FILE`; null writes to an SQLite file below `output`. A password is refused: MLflow takes it from
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
     experiment: Text = "tidemill"
     """Experiment that the runs stand in."""
 
