@@ -102,7 +102,8 @@ async def test_every_step_consumes_a_full_batch_and_publishes_the_next_version()
     await fit(trainer, rig)
     assert trainer.position.step == trainer.position.version == 5
     assert trainer.publisher.versions == [1, 2, 3, 4, 5]
-    assert trainer.position.groups == rig.ledger.trained_count == 20
+    assert trainer.position.groups == rig.ledger.trained_count == rig.queue.trained == 20
+    assert rig.queue.leases == {}  # all acknowledged
 
 
 async def test_what_trainer_and_engines_did_is_reported_after_every_step() -> None:
