@@ -270,6 +270,28 @@ async def test_the_steps_of_a_run_can_be_taken_together() -> None:
     assert run["throughput/tokens_per_second"] == pytest.approx(run["response/tokens"] / run["time/step"])
 
 
+async def test_a_step_counts_its_mini_batches_also_a_last_one_that_is_not_full() -> None:
+    config = run_config(
+        data={"train": "x.jsonl", "epochs": 1},
+        asynchrony={"require_batches": 2},
+        trainer={"steps": 20, "ppo_mini_batch_size": 2},
+    )
+    trainer = make_trainer(rig := Rig(config, rows=9))
+    losses = iter([1.0, 2.0, 3.0, 4.0, 10.0])
+
+    async def update(batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int) -> Mapping[str, float]:
+        return {"loss": next(losses), "grad_norm": 1.0}
+
+    trainer.ranks.update = update
+    await fit(trainer, rig)
+    assert [metrics["update/count"] for metrics in trainer.observer.steps] == [2, 2, 1]
+    assert [metrics["loss/policy"] for metrics in trainer.observer.steps] == [1.5, 3.5, 10]
+    aggregator = MetricsAggregator()
+    for metrics in trainer.observer.steps:
+        aggregator.add(metrics)
+    assert aggregator.result()["loss/policy"] == (1 + 2 + 3 + 4 + 10) / 5
+
+
 async def test_the_largest_age_of_a_run_is_that_of_its_oldest_token() -> None:
     trainer = make_trainer(Rig(), Position(version=5))
     spans = (VersionSpan(3, 0, 1), VersionSpan(5, 1, 4))
