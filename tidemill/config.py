@@ -312,7 +312,7 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def reward_names(config: RunConfig) -> Iterator[ConfigError]:
-    """Functions whose metric would have the name of another, `rollout/reward/NAME`."""
+    """Functions whose metric would have the name of another, `rollout/reward/NAME`, or one that MLflow refuses."""
     for place, reward in enumerate(config.rewards):
         name = reward.function.rpartition(":")[2]
         if name in REWARD_METRICS:
@@ -321,6 +321,11 @@ def reward_names(config: RunConfig) -> Iterator[ConfigError]:
                 f"a function of another name than {' and '.join(REWARD_METRICS)}, which are metrics of all rewards"
             )
             yield ConfigError(key, reward.function, allowed, "Rename it.")
+        if not name.isascii():
+            allowed = (
+                "a function whose name has no letters but a to z, because a metric gets it and MLflow takes no others"
+            )
+            yield ConfigError(f"rewards.{place}.function", reward.function, allowed, "Rename it.")
 
 
 def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
