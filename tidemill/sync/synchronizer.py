@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from tidemill.errors import ChainError, EngineLostError, RunError, SyncError, TidemillError
-from tidemill.failure import PASSING
+from tidemill.errors import ChainError, EngineLostError, RunError, StoreError, SyncError, TidemillError
+from tidemill.failure import PASSING, may_pass
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Engine, PauseMode
 from tidemill.records import Float32Array, Int32Array
@@ -136,11 +136,14 @@ class Synchronizer:
     async def _adopt(
         self, publication: Publication, engines: dict[str, Engine], mode: PauseMode, what: str
     ) -> Publication:
-        """Have engines adopt a version; returns what they adopted: a snapshot where the other had come to harm."""
+        """Have engines adopt a version; returns what they adopted.
+
+        That is a snapshot, as a second try, where the first had come to harm in the store, or could not be read.
+        """
         update = publication.update
         try:
             await self._all(engines, lambda engine: engine.update_weights(update, mode), what)
-        except ChainError as error:
+        except (ChainError, StoreError) as error:
             LOG.warning("%s; publishing version %d as a snapshot", error, update.version)
         else:
             return publication
@@ -226,7 +229,7 @@ def gravest(errors: Sequence[BaseException]) -> tuple[type[TidemillError], BaseE
     """What to raise for failures of engines, and for which: what another try may mend comes first, as it is."""
     for kind in (*PASSING, ChainError):
         for error in errors:
-            if isinstance(error, kind):
+            if isinstance(error, kind) and (kind is ChainError or may_pass(error)):
                 return kind, error
     return SyncError, errors[0]
 
