@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from tidemill import effects
-from tidemill.address import model_address, page_addresses, server_addresses
+from tidemill.address import hub_addresses, model_address, page_addresses, server_addresses
 from tidemill.errors import ConfigError, in_yaml
 from tidemill.sections import (
     DNS_LABEL,
@@ -170,6 +170,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from reward_names(config)
     yield from without_effect(config)
     yield from model_address(config.model)
+    yield from hub_addresses(config.data)
     yield from server_addresses(config.tracking, config.store)
     yield from page_addresses(config.kubernetes)
     yield from on_kubernetes(config)
