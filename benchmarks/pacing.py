@@ -4,7 +4,7 @@ Ours is the real Rollouter with its StalenessPolicy, Ledger and MessageQueue. Th
 rollouter of a few lines: verl's count of samples between two syncs, AReaL's capacity with batches by age, and dropping
 on read what is too old. Engines and trainer are the same for all: every prompt has a generation time of its own, which
 a second attempt does not change; a slot is never slowed down by its neighbours; an optimizer step takes a constant
-time, and every `--trigger` steps a sync begins a version, for which engines stand still for `--pause` seconds.
+time, and every `--trigger` steps a sync begins a version, for which all stand still for `--pause` seconds.
 
 The bound is the throughput of the slower side, generation or training, as if it never waited for the other and nothing
 was thrown away. Age, waste and idle are explained at `Outcome`. Each of the others runs with a grid of settings, and
@@ -94,6 +94,8 @@ async def train(world: World, system: System) -> None:
         if (step + 1) % scenario.trigger == 0:
             world.begin_version()
             await system.begin_version(world.version)
+            if scenario.pause_s:
+                await asyncio.sleep(scenario.pause_s)
             if world.version == scenario.warm_up:
                 world.reset()
 
@@ -105,7 +107,7 @@ async def simulate(scenario: Scenario, make: Callable[[World], System], setting:
     await train(world, system)
     world.occupy(0)
     steps = len(world.ages) / scenario.batch
-    elapsed = steps * scenario.step_s + world.waited_s
+    elapsed = now() - world.reset_at
     outcome = Outcome(
         setting,
         share=max(steps * scenario.step_s, (world.busy_s - world.wasted_s) / scenario.slots) / elapsed,
@@ -212,7 +214,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--versions", type=int, default=40)
     parser.add_argument("--epochs", nargs="+", type=int, default=[1, 5], help="how often a prompt is trained")
     parser.add_argument("--noise", type=float, default=0.3, help="sigma of a prompt's times, lognormal, over epochs")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds of the engines at a sync; a group takes 10")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds of a sync, in which all stand still; a group takes 10"
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

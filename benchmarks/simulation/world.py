@@ -33,7 +33,7 @@ class Scenario:
         versions: to train.
         epochs: how often each prompt is trained; 1: the data is larger than what is generated.
         noise: deviation of the logarithm of a prompt's generation time from one epoch to another.
-        pause_s: in which engines stand still at a sync.
+        pause_s: in which engines and trainer stand still at a sync.
         seed: of the generation times, and of the order of the data.
     """
 
@@ -114,6 +114,7 @@ class World:
     busy_s: float = 0.0
     wasted_s: float = 0.0
     waited_s: float = 0.0
+    reset_at: float = 0.0
     ages: list[int] = field(default_factory=list)
 
     async def generate(self, uid: int) -> None:
@@ -156,6 +157,7 @@ class World:
         """Begin to measure."""
         self.occupy(0)
         self.busy_s = self.wasted_s = self.waited_s = 0.0
+        self.reset_at = now()
         self.ages.clear()
 
 
