@@ -65,5 +65,5 @@ class Tally:
             if name in totals
         }
         if "weight" in totals:
-            means["correction/weight_max"] = self.weight_max.item() if tokens else 1.0
+            means["correction/weight_max"] = self.weight_max.item()  # 0 without a token: below that of any other step
         return {"loss": totals["loss"], "tokens": tokens, "skipped": float(not tokens), **means}
