@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, in_yaml
 from tidemill.protocols import Answer, Evaluation
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.train.trainer import Position
@@ -55,12 +55,23 @@ class Restart:
         """Refuse to go on with other settings than the run began with.
 
         Raises:
-            ConfigError: naming the first section that differs.
+            ConfigError: naming the first one that differs.
         """
-        for key, value in identity(config).items():
-            if value != self.identity.get(key):
-                allowed = f"{self.identity.get(key)!r}, with which {config.name} was begun"
-                raise ConfigError(key, value, allowed, "Take another name for another experiment.")
+        for key, value, begun in differences(identity(config), self.identity):
+            allowed = f"{in_yaml(begun)}, with which {config.name} was begun"
+            raise ConfigError(key, value, allowed, "Take another name for another experiment.")
+
+
+def differences(
+    settings: Mapping[str, Any], begun: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key and both values of every setting that is another one."""
+    for name, value in settings.items():
+        before = begun.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            yield from differences(value, before, f"{prefix}{name}.")
+        elif value != before:
+            yield f"{prefix}{name}", value, before
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
