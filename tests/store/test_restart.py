@@ -1,0 +1,73 @@
+"""What a run may go on with, and what of its settings its checkpoints depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidemill.config import RunConfig
+from tidemill.errors import ConfigError
+from tidemill.run_file import parse_config
+from tidemill.store.checkpoint import Checkpoints
+from tidemill.store.object_store import ObjectStore
+from tidemill.store.restart import check_fit, check_identity, identity
+
+
+def changed(config: RunConfig, override: str) -> RunConfig:
+    return parse_config(config.to_yaml(), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "asynchrony.max_staleness=2",
+            r"asynchrony\.max_staleness = 2: allowed is 1, with which addition was begun\. ",
+        ),
+        ("asynchrony.partial_rollout=false", r"asynchrony\.partial_rollout = false: allowed is null, with which"),
+        ("trainer.ppo_mini_batch_size=8", r"trainer\.ppo_mini_batch_size = 8: allowed is 16, with which"),
+        ("rewards.0.options={a: 1}", r"rewards\.0\.options = {a: 1}: allowed is {}, with which"),
+        ("rewards=[{function: exact_number}, {function: a:b}]", r"rewards = \[.*: allowed is \[{function: 'exact_num"),
+        ("data.epochs=3", r"data\.epochs = 3: allowed is null, with which .* leave it as it was, or start a new run"),
+        ("seed=1", r"seed = 1: allowed is 0, with which"),
+    ],
+)
+def test_the_setting_that_does_not_fit_is_named_with_both_of_its_values(
+    addition: RunConfig, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{message}"):
+        check_identity(changed(addition, override), identity(addition))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.steps=99",
+        "trainer.learning_rate=1.0e-5",
+        "rollout.engines=2",
+        "rewards.0.timeout_s=60",
+        "queue.capacity=64",
+    ],
+)
+def test_what_no_checkpoint_depends_on_may_change(addition: RunConfig, override: str) -> None:
+    check_identity(changed(addition, override), identity(addition))
+
+
+def test_a_setting_that_a_checkpoint_does_not_name_is_not_judged(addition: RunConfig) -> None:
+    saved = {key: value for key, value in identity(addition).items() if key != "trainer"}
+    check_identity(changed(addition, "trainer.ppo_mini_batch_size=8"), saved)
+
+
+def test_the_fit_is_seen_from_the_state_alone(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    checkpoints = Checkpoints(store, addition.name, 2)
+    check_fit(addition, checkpoints)
+    checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
+    place = checkpoints.manifest(1).folder
+    store.put_bytes(f"{place}/model.safetensors", b"damaged")  # of the same size, so that only its bytes tell
+    check_fit(addition, checkpoints)
+    with pytest.raises(ConfigError, match=r"^algorithm\.kl_coef = 0\.5: allowed is 0\.0"):
+        check_fit(changed(addition, "algorithm.kl_coef=0.5"), checkpoints)
+    with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never': allowed is auto"):
+        check_fit(changed(addition, "checkpoint.resume=never"), checkpoints)
