@@ -394,6 +394,8 @@ def test_run_whose_launcher_was_killed_still_holds_its_folder(tmp_path: Path) ->
             psutil.wait_procs(left, timeout=60)
     assert done.returncode == 1
     assert "addition-1" in done.stderr and "is still going on" in done.stderr
+    [group] = re.findall(r"where that is gone, `kill -- -(\d+)` ends the rest", done.stderr)
+    assert int(group) in [child.pid for child in left]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.observe.report import Summary
 from tidemill.pipeline.preflight import check_inputs, check_model, check_room, rooms
+from tidemill.pipeline.provider import sole_training
 from tidemill.pipeline.steps import seconds_by_step, step
 from tidemill.run_file import load_config, parse_config
 from tidemill.sections import SyncConfig
@@ -302,6 +304,17 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
     with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
         validated(text)
     validated(addition.to_yaml())
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(addition: RunConfig) -> None:
+    addition.folder.mkdir(parents=True)
+    for _ in range(2):
+        with (
+            sole_training(addition),
+            pytest.raises(RunError, match=rf"^process {os.getpid()} still trains addition: wait for it, or end it"),
+            sole_training(addition),
+        ):
+            pass
 
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tidemill.errors import ConfigError
 from tidemill.run_file import parse_config
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.object_store import ObjectStore
-from tidemill.store.restart import check_fit, check_identity, identity
+from tidemill.store.restart import IDENTITY, check_fit, check_identity, identity
 
 
 def changed(config: RunConfig, override: str) -> RunConfig:
@@ -71,3 +71,12 @@ def test_the_fit_is_seen_from_the_state_alone(addition: RunConfig, store: Object
         check_fit(changed(addition, "algorithm.kl_coef=0.5"), checkpoints)
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never': allowed is auto"):
         check_fit(changed(addition, "checkpoint.resume=never"), checkpoints)
+
+
+def test_the_documentation_says_what_may_not_change() -> None:
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    [told] = [part for part in page.split("\n\n") if "--resume NAME" in part]
+    names = {section: inner for section, inner in IDENTITY.items() if inner is not True}
+    assert names == {"trainer": {"ppo_mini_batch_size"}}
+    assert all(f"`{section}`" in told for section in IDENTITY.keys() - names)
+    assert "`trainer.ppo_mini_batch_size`" in told and "`timeout_s`" in told

@@ -110,6 +110,7 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
         events = config.folder / "events.jsonl"
         earlier = sum(1 for _ in past_events(events))  # of a run that goes on
         runner = start_runner(settings, scratch, lock)
+        label(lock, config.name, runner.pid)  # it leads a session, and so a group
         show_events(events, earlier, End(runner, config.folder), console)
         status = runner.returncode
     except KeyboardInterrupt:
