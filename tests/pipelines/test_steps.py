@@ -57,6 +57,7 @@ SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, Non
             r"rewards.0.options = \{.*buffer: 9\}: .*0 < buffer <= budget",
         ),
         (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
+        (["rewards.0.function=rewards_here:later"], r"rewards.0.function = .*a function that is not async.*plain"),
         (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
     ],
 )
@@ -66,6 +67,7 @@ def test_inputs_of_which_no_step_can_be_trained_are_refused(
     (tmp_path / "rewards_here.py").write_text(
         "def narrow(response, *, prompt, answer): return 0.0\n"
         "def wide(response, *, prompt, answer, extra, bonus): return bonus\n"
+        "async def later(response, *, prompt, answer, extra): return 0.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):

@@ -104,9 +104,12 @@ def check_call(reward: RewardConfig, key: str) -> None:
 
     Raises:
         RewardError: it cannot be found.
-        ConfigError: it lacks an argument of every reward function, or its options are not its arguments.
+        ConfigError: it is async, lacks an argument of every reward function, or its options are not its arguments.
     """
     function = resolve(reward.function)
+    if inspect.iscoroutinefunction(function):
+        fix = "Nobody would await it. Every call has a process to itself, so it may block; make it a plain function."
+        raise ConfigError(f"{key}.function", reward.function, "a function that is not async", fix)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
