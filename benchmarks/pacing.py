@@ -4,7 +4,7 @@ Ours is the real Rollouter with its StalenessPolicy, Ledger and MessageQueue. Th
 rollouter of a few lines: verl's count of samples between two syncs, AReaL's capacity with batches by age, and dropping
 on read what is too old. Engines and trainer are the same for all: every prompt has a generation time of its own, which
 a second attempt does not change; a slot is never slowed down by its neighbours; an optimizer step takes a constant
-time, and every `--trigger` steps a sync begins a version, at no cost.
+time, and every `--trigger` steps a sync begins a version, for which all stand still for `--pause` seconds.
 
 The bound is the throughput of the slower side, generation or training, as if it never waited for the other and nothing
 was thrown away. Age, waste and idle are explained at `Outcome`. Each of the others runs with a grid of settings, and
@@ -15,12 +15,16 @@ With several epochs every prompt comes again, as far from its first time as `--n
 occurrences. Ours then remembers how long prompts took; "no memory" is ours on the same generation times, but with data
 in which no prompt comes twice. The first epoch, in which nothing is known, counts.
 
+With `--sync-every` below `--trigger` versions are shorter, and the maximum age is as many more of them as leaves the
+largest lag, in optimizer steps, the same: tokens of `(age + 1) * trigger` steps are trained, and no older ones. All
+rules get the shorter versions.
+
 The clairvoyant is no rule that could be built: it knows how long each prompt will take before it starts, and begins
 the long ones early in a version. What it reaches at the same maximum age is what scheduling alone can reach. The limit
 without knowledge is what the best rule can reach that learns how long a group takes only by generating it whole;
 `simulation.limit` computes it.
 
-    python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--epochs 1 5] [--noise 0.3] [--json rows.json]
+    python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--epochs 1 5] [--sync-every 4] [--json rows.json]
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ class Outcome:
         age, max_age: mean and largest age of a trained group, in versions.
         waste: tokens that were generated and will not be trained, of all generated.
         trainer_idle: share of time in which the trainer waited for groups.
-        engines_idle: share of slots that were empty, over time.
+        engines_idle: share of slots that were empty or stood still, over time.
     """
 
     setting: str
@@ -88,8 +92,10 @@ async def train(world: World, system: System) -> None:
         await asyncio.sleep(scenario.step_s)
         await system.trained(batch)
         if (step + 1) % scenario.trigger == 0:
-            world.version += 1
+            world.begin_version()
             await system.begin_version(world.version)
+            if scenario.pause_s:
+                await asyncio.sleep(scenario.pause_s)
             if world.version == scenario.warm_up:
                 world.reset()
 
@@ -101,7 +107,7 @@ async def simulate(scenario: Scenario, make: Callable[[World], System], setting:
     await train(world, system)
     world.occupy(0)
     steps = len(world.ages) / scenario.batch
-    elapsed = steps * scenario.step_s + world.waited_s
+    elapsed = now() - world.reset_at
     outcome = Outcome(
         setting,
         share=max(steps * scenario.step_s, (world.busy_s - world.wasted_s) / scenario.slots) / elapsed,
@@ -127,11 +133,13 @@ def run(scenario: Scenario, seeds: int, make: Callable[[World], System], setting
 
 def grids(scenario: Scenario, max_age: int) -> dict[str, list[Rule]]:
     """The settings that each of the others may choose from."""
-    thresholds = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+    thresholds = {0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, *range(4, max_age + 1)}
+    rooms = {0.5, 1.0, 1.5, 2.0, 3.0, *range(4, max_age + 2)}
+    a_batch = 1 / scenario.trigger  # of a version; the least that a queue must hold
     return {
-        "verl's count": [verl(scenario, threshold) for threshold in thresholds],
+        "verl's count": [verl(scenario, threshold) for threshold in sorted(thresholds)],
         "AReaL's capacity": [areal(scenario, eta) for eta in range(max_age + 2)],
-        "drop on read": [drop_on_read(scenario, max_age, room) for room in (0.5, 1.0, 1.5, 2.0, 3.0)],
+        "drop on read": [drop_on_read(scenario, max_age, room) for room in sorted(rooms) if room >= a_batch],
     }
 
 
@@ -166,6 +174,19 @@ def rows(case: str, outcomes: dict[str, Outcome], unknowing: float) -> Iterator[
             yield row(label, unit, getattr(ours, key), getattr(other, key))
 
 
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, Scenario, int]]:
+    """What is asked for: its name, what is simulated, and the maximum age in its versions."""
+    asked = itertools.product(args.epochs, args.tails, args.longest, args.ages, BALANCES, args.sync_every)
+    for epochs, tail, longest, age, balance, steps in asked:
+        more = args.trigger // steps  # versions for one of `trigger` steps
+        max_age = (age + 1) * more - 1
+        sizes = (args.batch, steps, args.engines, args.versions * more)
+        scenario = Scenario(tail, longest * more, balance, *sizes, epochs, args.noise, args.pause, seed=0)
+        synced = f", synced every {steps}: {max_age}" if more > 1 else ""
+        name = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}{synced}, epochs {epochs}"
+        yield name, scenario, max_age
+
+
 def row(name: str, unit: str, ours: float, other: float) -> Row:
     return Row(name, unit, round(ours, 4), round(other, 4), round(ours / other, 4) if other else None)
 
@@ -188,25 +209,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--longest", nargs="+", type=float, default=[0.75, 1.5], help="generation, in versions")
     parser.add_argument("--batch", type=int, default=32, help="groups of an optimizer step")
     parser.add_argument("--trigger", type=int, default=4, help="optimizer steps of a version")
+    parser.add_argument("--sync-every", nargs="+", type=int, help="optimizer steps, of which --trigger is a multiple")
     parser.add_argument("--engines", type=int, default=2, help="of 16 groups at once")
     parser.add_argument("--versions", type=int, default=40)
     parser.add_argument("--epochs", nargs="+", type=int, default=[1, 5], help="how often a prompt is trained")
     parser.add_argument("--noise", type=float, default=0.3, help="sigma of a prompt's times, lognormal, over epochs")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds of a sync, in which all stand still; a group takes 10"
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.sync_every = args.sync_every or [args.trigger]
+    if wrong := [steps for steps in args.sync_every if steps < 1 or args.trigger % steps]:
+        parser.error(f"--sync-every {wrong[0]}: --trigger {args.trigger} is no multiple of it")
+    return args
 
 
 def main() -> None:
     args = parse_arguments()
     table: list[Row] = []
-    cases = itertools.product(args.epochs, args.tails, args.longest, args.ages, BALANCES)
-    for epochs, tail, longest, age, balance in cases:
-        sizes = (args.batch, args.trigger, args.engines, args.versions)
-        scenario = Scenario(tail, longest, balance, *sizes, epochs, args.noise, seed=0)
-        case = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}, epochs {epochs}"
-        outcomes = measure(scenario, args.seeds, age)
-        unknowing = limit(scenario, age)
+    for case, scenario, max_age in cases(args):
+        outcomes = measure(scenario, args.seeds, max_age)
+        unknowing = limit(scenario, max_age)
         show(case, outcomes, unknowing)
         table += rows(case, outcomes, unknowing)
     if args.json:

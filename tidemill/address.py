@@ -21,6 +21,8 @@ PLACES = re.compile(r"databricks(://\S+)?|sqlite:///.+|(postgresql|mysql|mssql)(
 """What MLflow writes to besides a server; it writes to plain folders no more."""
 STORED = re.compile(r"s3://[^/\s]+/.*[^/\s].*")
 CREDENTIALS = re.compile(r"//[^/]*@")
+PASSWORD = re.compile(r"([^:/]+://[^/]*:)[^/]*(?=@)|(.*[?&](?:password|passwd|pwd)=)[^&]*", re.IGNORECASE)
+"""One in an address, and what stands before it. Settings are stored, shown and handed on; whoever reads them has it."""
 PAGES = ("ray", "mlflow", "store")
 """What `kubernetes.pages` may give the address of."""
 
@@ -33,7 +35,13 @@ def model_address(model: str) -> Iterator[ConfigError]:
 
 def server_addresses(tracking: TrackingConfig, store: StoreConfig) -> Iterator[ConfigError]:
     """Addresses that no server can have."""
-    if tracking.uri is not None and not is_tracking(tracking.uri):
+    if tracking.uri is not None and PASSWORD.match(tracking.uri):
+        fix = (
+            "Settings are stored and shown. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD for a server; a "
+            "database's driver has a place of its own, such as PGPASSWORD."
+        )
+        yield ConfigError("tracking.uri", without_password(tracking.uri), "an address without a password", fix)
+    elif tracking.uri is not None and not is_tracking(tracking.uri):
         yield ConfigError("tracking.uri", tracking.uri, f"{TRACKING}; or null", "Mend it, or leave it out.")
     if store.endpoint != "embedded" and not is_server(store.endpoint, bare=True):
         fix = "Mend it; the bucket is a setting of its own, store.bucket, and the keys come from the environment."
@@ -47,8 +55,16 @@ def page_addresses(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
         key = f"kubernetes.pages.{name}"
         if name not in PAGES:
             yield ConfigError(key, page, f"one of the keys {', '.join(PAGES)}", "Remove it or mend the spelling.")
-        if not is_server(page):
+        if PASSWORD.match(page):
+            fix = "Pages are shown to all who see the run. Let the server ask for it."
+            yield ConfigError(key, without_password(page), "an address without a password", fix)
+        elif not is_server(page):
             yield ConfigError(key, page, f"{SERVER}, with a path if need be", "Give what a browser opens.")
+
+
+def without_password(address: str) -> str:
+    """An address as it may be shown."""
+    return PASSWORD.sub(lambda found: f"{found[1] or found[2]}(not shown)", address)
 
 
 def is_server(address: str, *, bare: bool = False) -> bool:

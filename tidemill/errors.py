@@ -13,6 +13,7 @@ TidemillError
 │   └── ChainError   what the object store has of a version is damaged or incomplete
 ├── StoreError       the object store cannot be reached or holds something broken
 │   ├── StoreRefusedError    it does not accept our keys
+│   ├── StoreMissingError    it has no such object
 │   └── StoreGapError        a part of what was written one after the other is missing
 ├── CheckpointError  a checkpoint is missing, incomplete or does not fit this run
 ├── ClusterError     a Kubernetes cluster refuses the run, lacks what it needs, or took it away
@@ -88,6 +89,10 @@ class StoreError(TidemillError, OSError):
 
 class StoreRefusedError(StoreError):
     """The object store does not accept our keys, or they may not do what we ask; another try would end the same."""
+
+
+class StoreMissingError(StoreError):
+    """The object store answers, and does not have the object."""
 
 
 class StoreGapError(StoreError):

@@ -77,8 +77,7 @@ class Engine(Protocol):
 
         Raises:
             SyncError: the weights did not arrive whole.
-            EngineLostError: the engine is dead.
-            EngineError: it did not answer in time.
+            EngineLostError: the engine is dead, or did not answer in time.
         """
         ...
 

@@ -250,7 +250,7 @@ class Run:
         await trainer.commit(trainer.position)
         await self.settle()
         observer.picture()
-        return await parts.ranks.publish_model(trainer.position.version)
+        return None if self.stop.hurry else await parts.ranks.publish_model(trainer.position.version)
 
     async def settle(self) -> None:
         """Wait for the upload under way; its failure is the run's."""

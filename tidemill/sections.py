@@ -152,7 +152,7 @@ class AsynchronyConfig(Section):
     """Steps of the trainer between two weight syncs."""
     require_batches: Positive = 1
     """Mini-batches of `trainer.ppo_mini_batch_size` groups that a step of the trainer takes at once; it makes an
-    optimizer step with each of them, in the order in which the groups came."""
+    optimizer step with each of them, in the order of their prompts."""
     partial_rollout: bool | None = None
     """What a weight sync does to groups in flight: true interrupts them, and the new version goes on from the tokens
     so far within the same budget; false lets them finish under the old version first. Null is false where
@@ -285,7 +285,8 @@ class TrackingConfig(Section):
 
     uri: str | None = None
     """The `http(s)://host:port` of a tracking server, `databricks`, or a database as MLflow names it, such as
-    `sqlite:///FILE`; null writes to an SQLite file below `output`."""
+    `sqlite:///FILE`; null writes to an SQLite file below `output`. A password is refused: MLflow takes it from
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
     experiment: Text = "tidemill"
     """Experiment that the runs stand in."""
 

@@ -14,6 +14,7 @@ from tidemill.records import Int32Array
 from tidemill.rollout.prompts import epoch_order
 
 MEAN_S = 10.0  # generation time of a group
+ROUNDING_S = 1e-6
 GROUPS_PER_ENGINE = 16
 FloatArray = NDArray[np.float64]
 
@@ -32,6 +33,7 @@ class Scenario:
         versions: to train.
         epochs: how often each prompt is trained; 1: the data is larger than what is generated.
         noise: deviation of the logarithm of a prompt's generation time from one epoch to another.
+        pause_s: in which engines and trainer stand still at a sync.
         seed: of the generation times, and of the order of the data.
     """
 
@@ -44,6 +46,7 @@ class Scenario:
     versions: int
     epochs: int
     noise: float
+    pause_s: float
     seed: int
 
     @property
@@ -99,34 +102,51 @@ class Scenario:
 
 @dataclass
 class World:
-    """The engines' slots, the policy version, and everything that is measured."""
+    """The engines' slots, the policy version, and everything that is measured. Engines' time leaves out pauses."""
 
     scenario: Scenario
     seconds: FloatArray
     version: int = 0
+    paused_until: float = 0.0
+    stood_s: float = 0.0
     busy: int = 0
     since: float = 0.0
     busy_s: float = 0.0
     wasted_s: float = 0.0
     waited_s: float = 0.0
+    reset_at: float = 0.0
     ages: list[int] = field(default_factory=list)
 
     async def generate(self, uid: int) -> None:
         """Occupy a slot for the time of this occurrence; a generation that is cancelled was in vain."""
-        start = now()
+        start = self.engine_time()
         self.occupy(1)
         try:
-            await asyncio.sleep(self.seconds[uid])
+            while (left_s := start + self.seconds[uid] - self.engine_time()) > ROUNDING_S:
+                await asyncio.sleep(left_s + self.pause_left_s())
         except asyncio.CancelledError:
-            self.wasted_s += now() - start
+            self.wasted_s += self.engine_time() - start
             raise
         finally:
             self.occupy(-1)
 
+    def begin_version(self) -> None:
+        """The engines stand still for the weights of one more version."""
+        self.version += 1
+        self.paused_until = now() + self.scenario.pause_s
+        self.stood_s += self.scenario.pause_s
+
+    def engine_time(self) -> float:
+        return now() - self.stood_s + self.pause_left_s()
+
+    def pause_left_s(self) -> float:
+        return max(0.0, self.paused_until - now())
+
     def occupy(self, change: int) -> None:
         """Take or free slots, and book the time until now."""
-        self.busy_s += self.busy * (now() - self.since)
-        self.since = now()
+        time = self.engine_time()
+        self.busy_s += self.busy * (time - self.since)
+        self.since = time
         self.busy += change
 
     def discard(self, uids: Iterable[int]) -> None:
@@ -137,6 +157,7 @@ class World:
         """Begin to measure."""
         self.occupy(0)
         self.busy_s = self.wasted_s = self.waited_s = 0.0
+        self.reset_at = now()
         self.ages.clear()
 
 

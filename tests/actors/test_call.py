@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectLostError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayTaskError,
+)
 
 from tidemill.actors.call import call
 from tidemill.errors import ConfigError, RunError
@@ -56,6 +63,8 @@ DEATHS: list[tuple[Exception, str]] = [
         "engine 1 died: Task was killed due to the node running low on memory\\.",
     ),
     (ActorUnavailableError("lost its connection", b"\1" * 16), "engine 1 died: The actor .* is unavailable: lost .*"),
+    (ObjectLostError("ab", None, ""), "engine 1 died: what it had ready is lost with its process or machine"),
+    (OwnerDiedError("ab", None, ""), "engine 1 died: what it had ready is lost with its process or machine"),
 ]
 
 

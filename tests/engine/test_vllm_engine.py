@@ -209,6 +209,35 @@ async def test_two_updates_later_it_is_a_fresh_engine_with_those_weights(
     np.testing.assert_allclose(scores, fresh.scores, atol=1e-5)
 
 
+class Stuck:
+    """Stands for a vLLM that lives and answers nothing from `step` on."""
+
+    errored = False
+
+    def __init__(self, step: str) -> None:
+        self.step = step
+
+    async def pause_generation(self, **_: Any) -> None:
+        await asyncio.sleep(60 if self.step == "load" else 0)
+        raise RuntimeError("something else")
+
+    async def resume_generation(self) -> None:
+        await asyncio.sleep(60 if self.step == "resume" else 0)
+
+
+@pytest.mark.parametrize("step", ["load", "resume"])
+async def test_an_engine_that_does_not_load_or_resume_in_time_is_lost(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that another one takes its place, which needs no end of the run."""
+    monkeypatch.setattr("tidemill.rollout.engine.CONTROL_TIMEOUT_S", 0.05)
+    hasty = ROLLOUT.model_copy(update={"start_timeout_s": 0.05})
+    engine = VllmEngine(str(tmp_path), hasty, 64, 0, "shared_memory")
+    engine._llm = Stuck(step)
+    with pytest.raises(EngineLostError, match=rf"the engine did not {step}.* within 0\.05 s"):
+        await engine.update_weights(WeightUpdate(3, "nowhere", 1), "keep")
+
+
 async def test_seeded_groups_that_do_not_fit_into_one_step_are_repeatable(engine: VllmEngine) -> None:
     """Twenty prompts of forty tokens, more than the tokens of a step; what is sampled depends on the seed alone."""
 

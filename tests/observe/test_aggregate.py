@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs/metrics.md"
 
 SUMS = """
 groups/count response/tokens staleness/groups_of_age/AGE staleness/stale_groups staleness/stale_rollouts
-staleness/partial_rollouts update/tokens update/skipped sync/stored_bytes sync/full rollout/engines_joined
+staleness/partial_rollouts update/count update/tokens update/skipped sync/stored_bytes sync/full rollout/engines_joined
 rollout/engines_removed rollout/generated_groups rollout/generated_tokens rollout/wasted_tokens rollout/updated_midway
 rollout/failed/REASON rollout/dropped/REASON rollout/skipped/REASON
 """
@@ -142,7 +142,7 @@ def test_every_metric_becomes_what_its_meaning_says() -> None:
         "last": states | set(LASTS.split()),
         "max": set(LARGEST.split()),
         "min": {"reward/min", "advantage/min", "response/length_min"},
-        "mean": {"loss/policy", "loss/grad_norm"},
+        "mean by update/count": {"loss/policy", "loss/grad_norm"},
         "mean by groups/count": set(OF_GROUPS.split()),
         "deviation by groups/count": {"reward/std", "advantage/std"},
         "mean by response/tokens": {"staleness/token_mean"},
@@ -150,6 +150,13 @@ def test_every_metric_becomes_what_its_meaning_says() -> None:
         "mean by rollout/generated_groups": set(OF_GENERATED.split()),
         "mean by time/step": {"idle/trainer", "idle/rollouter", "throughput/tokens_per_second"},
     }
+
+
+def test_a_shorter_last_step_counts_by_its_optimizer_steps() -> None:
+    # Losses 1, 2, 3 and, of the last step's only mini-batch, 6: 12 of 4
+    one = {"update/count": 3.0, "loss/policy": 2.0, "loss/grad_norm": 1.0}
+    two = {"update/count": 1.0, "loss/policy": 6.0, "loss/grad_norm": 5.0}
+    assert together(one, two) == {"update/count": 4.0, "loss/policy": 3.0, "loss/grad_norm": 2.0}
 
 
 def test_deviations_of_steps_of_different_sizes_are_weighted() -> None:

@@ -13,6 +13,7 @@ import pytest
 from tidemill.errors import DataError
 from tidemill.observe.metrics import group_metrics
 from tidemill.records import FinishReason, Float32Array, Group, Prompt, Rollout, VersionSpan
+from tidemill.train.advantages import grpo_advantages
 
 DOCS = Path(__file__).parents[2] / "docs/metrics.md"
 
@@ -94,6 +95,13 @@ def test_a_response_without_tokens_is_not_stale() -> None:
 def test_two_spans_of_one_version_are_not_a_partial_rollout() -> None:
     whole = group(1, rollout(0.0, ((5, 1), (5, 1))))
     assert group_metrics([whole], 5, advantages(whole))["staleness/partial_ratio"] == 0
+
+
+def test_rewards_that_differ_by_rounding_alone_are_the_same() -> None:
+    parts = group(1, *(rollout(reward, ((0, 1),)) for reward in (0.1 + 0.2, 0.3)))
+    whole = group(1, *(rollout(reward, ((0, 1),)) for reward in (0.25, 0.3)))
+    assert not grpo_advantages(parts.rewards, True).any()
+    assert group_metrics([parts, whole], 0, advantages(parts, whole))["groups/zero_variance_ratio"] == 0.5
 
 
 def test_truncation_and_parts_are_counted() -> None:

@@ -55,9 +55,17 @@ def test_phases_inside_others_are_left_out() -> None:
 
 
 def test_only_the_newest_attempt_is_drawn() -> None:
-    resumed = [*STEPS, Notice("resumed"), Activity(2, [["sync", 200, 201]], {}), Activity(3, [["sync", 202, 203]], {})]
+    second = [Activity(step, [["sync", 200 + step, 201 + step]], {}, attempt=150.0) for step in (2, 3)]
+    resumed = [*STEPS, Notice("resumed"), *second]
     assert [activity.step for activity in newest_attempt(resumed)] == [2, 3]
     assert [activity.step for activity in last_steps(newest_attempt(resumed), 1)] == [3]
+
+
+def test_an_attempt_that_goes_on_with_the_next_step_is_another_one() -> None:
+    # The engine of the first was busy when it was cut; nothing was in flight until the second began.
+    first = Activity(1, [["sync", 100, 101]], {"engine 0": [[100.5, 16]]}, attempt=90.0)
+    second = Activity(2, [["sync", 200, 201]], {}, attempt=190.0)
+    assert loads(newest_attempt([first, second])) == {}
 
 
 def test_without_a_step_there_is_nothing_to_draw() -> None:

@@ -31,6 +31,14 @@ def test_a_phase_that_is_entered_twice_adds_up_and_one_that_fails_counts() -> No
     assert timings.intervals == [("forward", 50.0, 51.0), ("forward", 51.5, 53.5), ("sync", 54.0, 58.0)]
 
 
+def test_what_has_passed_counts_though_no_phase_has_ended() -> None:
+    clock = Clock()
+    timings = Timings(clock)
+    with timings.phase("step"):
+        clock.now += 2.0
+        assert (timings.elapsed, timings.seconds) == (2.0, {})
+
+
 def test_intervals_get_the_date_at_which_they_were() -> None:
     clock = Clock()
     timings = Timings(clock)

@@ -60,6 +60,30 @@ def test_what_mlflow_can_track_to_is_taken(address: str) -> None:
     assert parse(f"tracking.uri={address}").tracking.uri == address
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:abracadabra@mlflow:5000",
+        "https://:abracadabra@mlflow/team",
+        "htp://me:abracadabra@mlflow",
+        "postgresql://me:abracadabra@db/mlflow",
+        "mysql+pymysql://me:abra@cadabra@db/mlflow",
+        "postgresql://me@db/mlflow?sslmode=require&password=abracadabra",
+    ],
+)
+def test_a_password_in_an_address_is_refused_without_being_shown(address: str) -> None:
+    for key in ("tracking.uri", "kubernetes.pages.mlflow"):
+        error = refusal(*ON_KUBERNETES, f"{key}={address}")
+        assert error.key == key
+        assert "(not shown)" in str(error)
+        assert "cadabra" not in str(error)
+
+
+@pytest.mark.parametrize("address", ["sqlite:///runs/a:b@c.db", "https://mlflow:5000/a:b@c", "http://me@mlflow"])
+def test_an_address_without_a_password_is_taken_whatever_its_path_is(address: str) -> None:
+    assert parse(f"tracking.uri={address}").tracking.uri == address
+
+
 def test_keys_in_the_address_of_the_store_are_refused_without_being_shown() -> None:
     message = str(refusal("store.endpoint=http://me:abracadabra@minio:9000"))
     assert "http://(not shown)@minio:9000" in message

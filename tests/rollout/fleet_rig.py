@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rollout_rig import Rig, run_config
 
+from tidemill.errors import EngineCrashedError, EngineLostError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
@@ -74,6 +75,26 @@ class FakeMember(FakeEngine):
 
     def kill(self) -> None:
         self.ended = True
+
+
+class Mortal(FakeMember):
+    """Dies of some occurrences and held-out prompts, after it has sampled a token of them."""
+
+    deadly: Collection[int | str] = ()
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineCrashedError(f"{self.name} died")
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        if self._dead:
+            raise EngineLostError(f"{self.name} is dead")
+        name = request_id.partition(".")[0]
+        if (int(name) if name.isdecimal() else name) in self.deadly:
+            await asyncio.sleep(0.002)
+            await self.shutdown()
+            raise EngineCrashedError(f"{self.name} died of {request_id}")
+        return await super().generate(request_id, prompt_ids, sampling)
 
 
 async def uniform(tokens: Int32Array) -> Float32Array:

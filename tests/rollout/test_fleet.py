@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-from fleet_rig import DEADLINE_S, Crew, FakeMember, until
+from fleet_rig import DEADLINE_S, Crew, FakeMember, Mortal, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_rig import held_out
 
-from tidemill.errors import EngineCrashedError, EngineError, EngineLostError, RunError, StoreError
+from tidemill.errors import EngineError, EngineLostError, RunError, StoreError
 from tidemill.fakes import Fault
-from tidemill.protocols import Evaluation, PauseMode, Sampling, WeightUpdate
-from tidemill.records import Completion, Int32Array, Prompt
+from tidemill.protocols import Evaluation, PauseMode, WeightUpdate
+from tidemill.records import Prompt
 from tidemill.rollout import fleet as fleet_module
 from tidemill.rollout import rollouter as rollouter_module
 from tidemill.rollout.elasticity import VERSIONS, Elasticity
@@ -189,6 +190,27 @@ async def test_nothing_is_left_of_an_engine_that_starts_when_the_run_ends(tmp_pa
     assert crew.started[0].ended
 
 
+@pytest.mark.parametrize("end", ["the run ends", "the rollouter dies"])
+async def test_an_engine_that_is_being_removed_is_ended_whatever_happens(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew, asked = Crew(tmp_path), asyncio.Event()
+
+    async def remove(name: str, reason: str, patience_s: float = 0.0) -> int:
+        asked.set()
+        if end == "the rollouter dies":
+            raise RunError("the rollouter died")
+        await asyncio.sleep(DEADLINE_S)
+        return 0
+
+    monkeypatch.setattr(crew.rig.rollouter, "remove_engine", remove)
+    with suppress(RunError):
+        async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+            crew.members[0].hangs.set()
+            await asked.wait()
+    assert crew.members[0].ended
+
+
 def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
     now = 0.0
     loop = CrashLoop(lambda: now)
@@ -196,26 +218,6 @@ def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
     assert loop.lost("b", 0) == 1
     now = LOSSES_WITHIN_S + 1
     assert loop.lost("a", 0) == 1
-
-
-class Mortal(FakeMember):
-    """Dies of some occurrences and held-out prompts, after it has sampled a token of them."""
-
-    deadly: ClassVar[Collection[int | str]] = ()
-
-    def _check_alive(self) -> None:
-        if self._dead:
-            raise EngineCrashedError(f"{self.name} died")
-
-    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        if self._dead:
-            raise EngineLostError(f"{self.name} is dead")
-        name = request_id.partition(".")[0]
-        if (int(name) if name.isdecimal() else name) in self.deadly:
-            await asyncio.sleep(0.002)
-            await self.shutdown()
-            raise EngineCrashedError(f"{self.name} died of {request_id}")
-        return await super().generate(request_id, prompt_ids, sampling)
 
 
 def mortals(tmp_path: Path, engines: int, deadly: Collection[int | str], prompts: int = 8, **options: Any) -> Crew:

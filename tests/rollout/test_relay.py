@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Collection
 
 import pytest
-from fleet_rig import DEADLINE_S, FakeMember
+from fleet_rig import DEADLINE_S, Mortal
 from rollout_rig import LengthReward, decode, held_out, run_config
 
-from tidemill.errors import EngineCrashedError, EngineError, EngineLostError
-from tidemill.protocols import Evaluation, Sampling
-from tidemill.records import Completion, Int32Array
+from tidemill.errors import EngineError
+from tidemill.protocols import Evaluation
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.relay import Relay
 
@@ -22,7 +21,8 @@ class Bench:
     """Engines that die of some held-out prompts; the ones from number `last` on do not start."""
 
     def __init__(self, deadly: Collection[int], last: int = 99) -> None:
-        self.deadly, self.last, self.made = deadly, last, list[Runner]()
+        self.deadly = {f"evaluation-{row}" for row in deadly}
+        self.last, self.made = last, list[Runner]()
 
     def make(self) -> Runner:
         self.made.append(Runner(self, len(self.made)))
@@ -39,22 +39,10 @@ class Bench:
             await relay.end()
 
 
-class Runner(FakeMember):
+class Runner(Mortal):
     def __init__(self, bench: Bench, number: int) -> None:
         super().__init__(number, EngineError("no memory") if number >= bench.last else None)
-        self.bench = bench
-
-    def _check_alive(self) -> None:
-        if self._dead:
-            raise EngineCrashedError(f"{self.name} died")
-
-    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        if self._dead:
-            raise EngineLostError(f"{self.name} is dead")
-        if int(request_id.partition(".")[0].removeprefix("evaluation-")) in self.bench.deadly:
-            await self.shutdown()
-            raise EngineCrashedError(f"{self.name} died of {request_id}")
-        return await super().generate(request_id, prompt_ids, sampling)
+        self.deadly = bench.deadly
 
 
 async def test_a_prompt_that_kills_its_engine_is_skipped_and_every_engine_is_ended() -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tidemill.errors import ChainError, EngineError, StoreError, SyncError
+from tidemill.errors import ChainError, EngineError, StoreError, StoreRefusedError, SyncError
+from tidemill.failure import may_pass
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.sections import SyncConfig
@@ -373,6 +374,66 @@ async def test_a_file_that_is_being_loaded_stays(rig: Rig) -> None:
             await fetched(rig.receiver(timeout_s=0.1), new)
         assert Path(loading.path).read_bytes() == rig.files[0]
     assert await fetched(rig.receiver(), new) == rig.files[1]
+
+
+async def test_an_engine_that_takes_long_to_load_a_version_holds_up_no_other_of_its_host(rig: Rig) -> None:
+    """With `asynchrony.pause_mode: wait` it first lets its groups finish."""
+    update = rig.publish(0).update
+    async with rig.receiver().local(update), rig.receiver(timeout_s=0.0).local(update) as local:
+        assert Path(local.path).read_bytes() == rig.files[0]
+
+
+class Away(ObjectStore):
+    """Does not answer while it has an error to raise."""
+
+    def __init__(self, store: ObjectStore, *errors: StoreError) -> None:
+        super().__init__(store.client, store.endpoint, store.bucket)
+        self.errors = list(errors)
+
+    def get_bytes(self, key: str) -> bytes:
+        if self.errors:
+            raise self.errors.pop(0)
+        return super().get_bytes(key)
+
+
+async def test_a_store_that_is_away_for_an_engine_costs_it_no_base_and_the_version_another_try(rig: Rig) -> None:
+    away = Away(rig.store)
+    engine = Receiving(rig.receiver(store=away))
+    publisher = synchronizer(rig, engine, Receiving(rig.receiver("there")))
+    await publisher.publish(0, "keep")
+    away.errors = [StoreError("no answer")]
+    metrics = await publisher.publish(1, "keep")
+    assert (engine.loaded, metrics["sync/full"]) == (rig.files[1], 1.0)
+
+
+@pytest.mark.parametrize(("error", "passing"), [(StoreError("no answer"), True), (StoreRefusedError("no"), False)])
+async def test_a_store_that_stays_away_for_an_engine_is_no_harm_to_the_weights(
+    rig: Rig, error: StoreError, passing: bool
+) -> None:
+    """Another attempt at the run may mend it, unless it is the keys; so may another engine in place of a late one."""
+    away = Away(rig.store)
+    receiver = rig.receiver(store=away)
+    publisher = synchronizer(rig, Receiving(receiver))
+    await publisher.publish(0, "keep")
+    away.errors = [error] * 100
+    with pytest.raises(StoreError if passing else SyncError, match="did not adopt version 1: engine 0: no") as caught:
+        await publisher.publish(1, "keep")
+    assert not isinstance(caught.value, ChainError)
+    assert may_pass(caught.value) == passing
+    assert receiver.path(place_of(rig, 1)).exists()
+    late = Receiving(rig.receiver("late", store=Away(rig.store, *[error] * 100)))
+    with pytest.raises(StoreError if passing else SyncError, match="did not adopt version 0 late: late: no"):
+        await publisher.late_join("late", late)
+
+
+async def test_keys_that_are_refused_stay_that_where_a_version_is_published(rig: Rig) -> None:
+    async def refused(version: int = 0) -> Publication:
+        raise StoreRefusedError("wrong keys")
+
+    outbox = StoreOutbox(refused, refused, rig.store, PREFIX)
+    for publishing in (outbox.write(3), outbox.snapshot()):
+        with pytest.raises(StoreRefusedError, match=r"published .*: wrong keys"):
+            await publishing
 
 
 async def test_the_last_engine_of_a_host_frees_its_memory(rig: Rig) -> None:

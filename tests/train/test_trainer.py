@@ -155,6 +155,22 @@ async def test_versions_are_committed_as_often_as_asked_and_the_last_one_is_left
     assert committed == [(2, 8), (4, 16)]
 
 
+async def test_a_commit_counts_the_seconds_of_its_own_step() -> None:
+    config = run_config(trainer={"steps": 3}, checkpoint={"every": 1})
+    trainer, committed = make_trainer(rig := Rig(config)), list[float]()
+
+    async def commit(position: Position) -> None:
+        committed.append(position.seconds)
+
+    trainer.commit = commit
+    await fit(trainer, rig)
+    first, second, third = trainer.observer.steps
+    for seconds, before, metrics in ((committed[0], 0.0, first), (committed[1], first["time/step"], second)):
+        spent = sum(metrics[f"time/{phase}"] for phase in ("get_groups", "update_actor", "sync"))
+        assert before + spent <= seconds <= before + metrics["time/step"]
+    assert trainer.position.seconds == pytest.approx(sum(m["time/step"] for m in (first, second, third)))
+
+
 async def test_the_largest_age_is_that_of_the_oldest_token_of_all_steps() -> None:
     trainer = make_trainer(Rig(), Position(version=5))
     for spans in ((VersionSpan(3, 0, 1), VersionSpan(5, 1, 2)), (VersionSpan(4, 0, 2),)):

@@ -159,6 +159,30 @@ async def test_the_last_sync_of_a_run_that_is_stopped_does_not_overtake_one_eith
     assert [member.adopted for member in school.crew.members] == [[0, 1, 2], [0, 1, 2]]
 
 
+@pytest.mark.parametrize(("mode", "trigger", "asked"), [("blocking", 1, 3), ("concurrent", 1, 3), ("concurrent", 4, 4)])
+async def test_a_run_that_ends_in_a_hurry_waits_for_no_score(
+    tmp_path: Path, mode: str, trigger: int, asked: int
+) -> None:
+    school = School(tmp_path, mode, every=1 if trigger > 1 else 3, trigger=trigger)
+    school.answers(False)  # for ever: the engines may be gone already
+
+    async def later() -> None:
+        await until(lambda: school.trainer.position.step >= asked)
+        await asyncio.sleep(0.05)
+        school.trainer.stop.ask("the pod ends", hurry=True)
+
+    looking = asyncio.create_task(later())
+    async with asyncio.timeout(DEADLINE_S), school.crew.fleet.kept():
+        await school.crew.fleet.publish(0, "keep")
+        generation = asyncio.create_task(school.crew.rig.rollouter.run())
+        await school.trainer.fit()
+        await school.crew.rig.rollouter.stop()
+        await generation
+    await looking
+    assert (school.scores, school.trainer.validation._task) == ([], None)
+    assert school.trainer.position.version == (3 if trigger == 1 else 1)
+
+
 async def test_versions_pass_a_spare_engine_by_and_it_catches_up(tmp_path: Path) -> None:
     school = School(tmp_path, "spare", every=2)
     school.answers(False)

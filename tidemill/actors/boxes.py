@@ -21,6 +21,7 @@ import ray
 from tidemill.actors.call import call
 from tidemill.records import Buffer
 
+PACKER = "who put a group into the queue"
 INLINE_BYTES = 32_000  # of a batch that is sent as it is: below it Ray itself would send an object inside the call
 
 
@@ -52,5 +53,5 @@ async def unpack(payloads: Sequence[Buffer | Boxed]) -> list[Buffer]:
         RunError: a box is lost, because the process that packed it died.
     """
     boxes = list({payload.box: None for payload in payloads if isinstance(payload, Boxed)})
-    contents = dict(zip(boxes, await asyncio.gather(*(call("the object store", box) for box in boxes)), strict=True))
+    contents = dict(zip(boxes, await asyncio.gather(*(call(PACKER, box) for box in boxes)), strict=True))
     return [contents[payload.box][payload.place] if isinstance(payload, Boxed) else payload for payload in payloads]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from tidemill.errors import RunError, TidemillError
 
@@ -47,6 +47,8 @@ async def call(
         raise lost(": ".join(filter(None, [f"{name} died", reason(error)]))) from error
     except OutOfMemoryError as error:  # Ray ended it, for lack of memory on its machine; no RayActorError
         raise lost(f"{name} died: {str(error).strip().splitlines()[0]}") from error
+    except ObjectLostError as error:  # a large answer stays where it was made until it is fetched; no RayActorError
+        raise lost(f"{name} died: what it had ready is lost with its process or machine") from error
     except TimeoutError as error:
         raise lost(f"{name} did not answer within {timeout_s:g} s: its process is stuck or stopped") from error
 

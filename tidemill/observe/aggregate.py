@@ -35,7 +35,7 @@ class Rule:
 
 
 SUM, LAST, MAX, MIN = Rule("sum"), Rule("last"), Rule("max"), Rule("min")
-PER_STEP = Rule("mean")
+PER_UPDATE = Rule("mean", by="update/count")
 PER_GROUP = Rule("mean", by="groups/count")  # also of rollouts: all groups of a run are equally large
 PER_RESPONSE_TOKEN = Rule("mean", by="response/tokens")
 PER_TRAINED_TOKEN = Rule("mean", by="update/tokens")
@@ -72,8 +72,8 @@ RULES: Mapping[str, Rule] = {
     "staleness/partial_rollouts": SUM,
     "staleness/partial_ratio": PER_GROUP,
     "staleness/partial_span_max": MAX,
-    "loss/policy": PER_STEP,
-    "loss/grad_norm": PER_STEP,
+    "loss/policy": PER_UPDATE,
+    "loss/grad_norm": PER_UPDATE,
     "loss/learning_rate": LAST,
     "ratio/mean": PER_TRAINED_TOKEN,
     "ratio/clip_fraction": PER_TRAINED_TOKEN,
@@ -82,6 +82,7 @@ RULES: Mapping[str, Rule] = {
     "correction/weight_mean": PER_TRAINED_TOKEN,
     "correction/weight_max": MAX,
     "correction/truncated_ratio": PER_TRAINED_TOKEN,
+    "update/count": SUM,
     "update/tokens": SUM,
     "update/skipped": SUM,
     "evaluation/score": LAST,

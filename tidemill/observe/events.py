@@ -63,12 +63,15 @@ class Activity:
         step: counted from 1.
         phases: name, begin and end of every phase of the trainer.
         loads: by engine, from when on it had how many requests in flight.
+        attempt: when the attempt that made the step began, which tells it from others: a run that was stopped or cut
+            right after a checkpoint goes on with the next step.
     """
 
     kind: ClassVar[str] = "activity"
     step: int
     phases: Sequence[Sequence[Any]]
     loads: Mapping[str, Sequence[Sequence[float]]]
+    attempt: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def group_metrics(groups: Sequence[Group], version: int, advantages: Sequence[Fl
 def reward_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Rewards over all rollouts; a part that a rollout lacks counts as 0, which is what it adds to the reward."""
     rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
-    flat = sum(len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups)
+    flat = sum(bool(np.all(group.rewards == group.rewards[0])) for group in groups)  # in the precision of advantages
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),

@@ -30,6 +30,7 @@ class RunObserver:
 
     Attributes:
         listeners: are told what every step measured.
+        began: when this attempt did, in seconds since the epoch.
     """
 
     config: RunConfig
@@ -37,6 +38,7 @@ class RunObserver:
     tracker: Tracker
     steps: MetricsAggregator = field(default_factory=MetricsAggregator)
     listeners: list[Callable[[Metrics], None]] = field(default_factory=list)
+    began: float = field(default_factory=time.time)
     _left_out: str = ""
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
@@ -57,7 +59,7 @@ class RunObserver:
 
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
         """See `train.trainer.Observer`."""
-        self.log.write(Activity(step, timings.dated(time.time()), loads))
+        self.log.write(Activity(step, timings.dated(time.time()), loads, self.began))
 
     def picture(self) -> None:
         """Store the timeline of this attempt, if it trained anything."""

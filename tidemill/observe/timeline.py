@@ -65,7 +65,7 @@ def newest_attempt(events: Iterable[Event]) -> list[Activity]:
     attempt: list[Activity] = []
     for event in events:
         if isinstance(event, Activity):
-            if attempt and event.step <= attempt[-1].step:
+            if attempt and event.attempt != attempt[-1].attempt:
                 attempt = []
             attempt.append(event)
     return attempt

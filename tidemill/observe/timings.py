@@ -16,11 +16,21 @@ class Timings:
         clock: monotonic seconds.
         seconds: by phase.
         intervals: name, begin and end of every phase by the clock, in the order of their ends.
+        began: when this was made, by the clock.
     """
 
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
     intervals: list[tuple[str, float, float]] = field(default_factory=list)
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this was made, whatever they were spent on."""
+        return self.clock() - self.began
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -266,7 +266,7 @@ class VllmEngine:
 
         Raises:
             SyncError: the weights did not arrive whole.
-            EngineError: the engine died, or did not answer in time.
+            EngineLostError: the engine died, or did not answer in time.
         """
         limit = self._rollout.start_timeout_s + (self._rollout.group_timeout_s if mode == "wait" else 0.0)
         what = f"update to version {update.version}"
@@ -285,7 +285,7 @@ class VllmEngine:
                     await self._take_back(llm)
                 await self._load_weights(llm, update)
         except TimeoutError as error:
-            raise EngineError(f"the engine did not load version {update.version} within {limit:g} s") from error
+            raise EngineLostError(f"the engine did not load version {update.version} within {limit:g} s") from error
         except Exception as error:
             raise SyncError(f"the engine could not load version {update.version}: {error}") from error
         finally:
@@ -375,7 +375,7 @@ class VllmEngine:
         except VLLMError as error:
             raise EngineError(f"the engine could not {what}: {error}") from error
         except TimeoutError as error:
-            raise EngineError(f"the engine did not {what} within {CONTROL_TIMEOUT_S} s") from error
+            raise EngineLostError(f"the engine did not {what} within {CONTROL_TIMEOUT_S} s") from error
 
 
 def has_token(output_processor: Any, request_id: str) -> bool:

@@ -261,9 +261,10 @@ class Fleet:
     async def _remove(self, place: str, member: Member) -> int:
         """Take an engine out and end it; returns how many requests it had finished."""
         self._forget(place, member)
-        finished = await self._rotation.remove_engine(member.name, "engine_lost")
-        await member.end()
-        return finished
+        try:
+            return await self._rotation.remove_engine(member.name, "engine_lost")
+        finally:  # also where the run ends meanwhile, which knows it as a member no more
+            await member.end()
 
     async def _replace(self, place: str, why: str, finished: int) -> Member:
         """Bring up an engine in place of one that is lost, however often that takes."""

@@ -25,7 +25,7 @@ from urllib3.connectionpool import ConnectionPool
 from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
 
 from tidemill.address import is_server
-from tidemill.errors import ConfigError, StoreError, StoreRefusedError
+from tidemill.errors import ConfigError, StoreError, StoreMissingError, StoreRefusedError
 
 PART_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10  # with 1 MiB the allocator returns every chunk to the system, which costs twice the time
@@ -243,8 +243,7 @@ class ObjectStore:
         try:
             yield
         except S3Error as error:
-            refused = StoreRefusedError if error.code in REFUSED else StoreError
-            raise refused(f"{subject} at {self.endpoint}: {advice(error)}") from error
+            raise kind_of(error)(f"{subject} at {self.endpoint}: {advice(error)}") from error
         except (MinioException, HTTPError) as error:
             cause = error.reason if isinstance(error, MaxRetryError) else error
             raise StoreError(
@@ -253,6 +252,13 @@ class ObjectStore:
             ) from error
         except ValueError as error:
             raise StoreError(f"{subject} at {self.endpoint}: {error}") from error
+
+
+def kind_of(error: S3Error) -> type[StoreError]:
+    """The class of what the server said."""
+    if error.code in REFUSED:
+        return StoreRefusedError
+    return StoreMissingError if error.code in MISSING else StoreError
 
 
 def advice(error: S3Error) -> str:

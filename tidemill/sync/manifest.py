@@ -152,7 +152,7 @@ class Link:
 
         Raises:
             ChainError: it is damaged.
-            StoreError: there is none.
+            StoreMissingError: there is none.
         """
         try:
             return cls(place, WeightManifest.from_bytes(store.get_bytes(place.manifest_key)))

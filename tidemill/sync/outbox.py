@@ -140,14 +140,14 @@ class StoreOutbox:
         try:
             return await self.publish(version)
         except StoreError as error:
-            raise StoreError(f"version {version} could not be published through the object store: {error}") from error
+            raise type(error)(f"version {version} could not be published through the object store: {error}") from error
 
     async def snapshot(self) -> Publication:
         """See `Outbox`; raises as `write`."""
         try:
             return await self.republish()
         except StoreError as error:
-            raise StoreError(f"the newest version could not be published as a snapshot: {error}") from error
+            raise type(error)(f"the newest version could not be published as a snapshot: {error}") from error
 
     def retire(self, update: WeightUpdate) -> None:
         """Nothing: later deltas may need it, so the publisher decides."""

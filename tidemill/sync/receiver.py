@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from tidemill.errors import ChainError, EngineError, StoreError
+from tidemill.errors import ChainError, EngineError, StoreMissingError
 from tidemill.protocols import WeightUpdate
 from tidemill.store.object_store import ObjectStore, parse_uri
 from tidemill.sync.delta import Bytes, apply, checksum
@@ -61,6 +61,7 @@ class Receiver:
 
         Raises:
             ChainError: what is stored of the version is damaged or incomplete.
+            StoreError: the store cannot be reached.
             SyncError: no room.
             EngineError: another engine keeps the folder for too long.
         """
@@ -77,41 +78,51 @@ class Receiver:
         self.users.close()
 
     def locked_fetch(self, lock: IO[str], update: WeightUpdate) -> Path:
-        """Fetch alone; returns with the lock shared, so that others may load the file too and none may delete it."""
-        while True:
-            self.wait_for(lock, fcntl.LOCK_EX, update)
-            with self.open_store() as store:
-                path = self.fetch(store, update)
-            # The shared lock is taken after the other is given up, and in between another may fetch a newer version.
-            self.wait_for(lock, fcntl.LOCK_SH, update)
-            if path.exists():
-                return path
+        """Bring a version here, or find that another engine did.
 
-    def wait_for(self, lock: IO[str], kind: int, update: WeightUpdate) -> None:
-        """Take a lock before the deadline.
+        Returns with the lock shared, so that others may load the file too and none may delete it.
+        """
+        path = self.path(place_of(update))
+        while not self.found(lock, path, update):
+            with self.open_store() as store:
+                self.fetch(store, update)
+        return path
+
+    def found(self, lock: IO[str], path: Path, update: WeightUpdate) -> bool:
+        """Take the lock: shared if the file is here, however long others take to load it; else alone, to fetch it.
+
+        What cannot be taken at once loses what was held of it (flock), so that no two wait for each other.
 
         Raises:
-            EngineError: that was not possible.
+            EngineError: neither was possible before the deadline.
         """
         deadline = time.monotonic() + self.timeout_s
-        while not try_lock(lock, kind):
+        while not (try_lock(lock, fcntl.LOCK_SH) and path.exists()):
+            if try_lock(lock, fcntl.LOCK_EX):
+                return False
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"version {update.version} waited in {self.folder} for more than {self.timeout_s:g} s, because "
                     "another engine of this host fetches or loads one; look at that engine, or raise sync.timeout_s"
                 )
             time.sleep(POLL_S)
+        return True
 
     def fetch(self, store: ObjectStore, update: WeightUpdate) -> Path:
-        """Bring a version here: from the newest base there is, or from a full snapshot where that fails."""
-        place = Place.parse(parse_uri(update.path)[1])
+        """Bring a version here: from the newest base there is, or from a full snapshot where that fails.
+
+        Raises:
+            ChainError: what is stored of it is damaged or incomplete.
+            StoreError: the store does not answer, or not as it should; what is here stays for the next try.
+        """
+        place = place_of(update)
         path = self.path(place)
         if path.exists():
             return path
         base = self.newest_base(place)
         try:
             self.build(store, place, path, base)
-        except (ChainError, StoreError) as error:
+        except (ChainError, StoreMissingError) as error:
             if base is None:
                 raise ChainError(f"cannot bring version {update.version} from the store: {error}. {FIX}") from error
             log.warning("version %s cannot be made from %s (%s); fetching it whole", update.version, base, error)
@@ -152,12 +163,17 @@ class Receiver:
                 other.unlink()
 
 
+def place_of(update: WeightUpdate) -> Place:
+    """Where a version lies in the bucket."""
+    return Place.parse(parse_uri(update.path)[1])
+
+
 def chain(store: ObjectStore, place: Place, base: Place | None) -> list[Link]:
     """What leads to a version, oldest first: from `base` where that is on the way, else from a full snapshot.
 
     Raises:
         ChainError: a manifest on the way is damaged.
-        StoreError: one is missing.
+        StoreMissingError: there is none.
     """
     links = [Link.load(store, place)]
     while (serial := links[-1].manifest.base) is not None and (base is None or serial != base.serial):

@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
-from tidemill.errors import ChainError, EngineLostError, RunError, SyncError, TidemillError
-from tidemill.failure import PASSING
+from tidemill.errors import ChainError, EngineLostError, RunError, StoreError, SyncError, TidemillError
+from tidemill.failure import PASSING, may_pass
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Engine, PauseMode
 from tidemill.records import Float32Array, Int32Array
@@ -69,8 +70,8 @@ class Synchronizer:
 
         Returns:
             `time/sync_export`, `time/sync_adopt`, `time/sync_canary` in seconds, `sync/bytes`, and
-            `sync/canary_gap`, the widest mean gap of any engine, those that joined since the last publication included;
-            and what the transport adds.
+            `sync/canary_gap`, the widest mean gap of any engine, those that joined since the last publication included,
+            unless the check is off; and what the transport adds.
 
         Raises:
             SyncError: no room, an engine that refused the weights, or a gap above the bound.
@@ -97,7 +98,7 @@ class Synchronizer:
         if outdated is not None and outdated.update.path != update.path:
             self._outbox.retire(outdated.update)
         widest, self._joined_gap = max(gap, self._joined_gap), 0.0
-        facts = {"sync/bytes": float(update.nbytes), "sync/canary_gap": widest}
+        facts = {"sync/bytes": float(update.nbytes)} | ({} if self._bound is None else {"sync/canary_gap": widest})
         return {**timings.metrics(), **facts, **publication.metrics}
 
     async def late_join(self, name: str, engine: Engine, mode: PauseMode = "keep") -> None:
@@ -135,11 +136,14 @@ class Synchronizer:
     async def _adopt(
         self, publication: Publication, engines: dict[str, Engine], mode: PauseMode, what: str
     ) -> Publication:
-        """Have engines adopt a version; returns what they adopted: a snapshot where the other had come to harm."""
+        """Have engines adopt a version; returns what they adopted.
+
+        That is a snapshot, as a second try, where the first had come to harm in the store, or could not be read.
+        """
         update = publication.update
         try:
             await self._all(engines, lambda engine: engine.update_weights(update, mode), what)
-        except ChainError as error:
+        except (ChainError, StoreError) as error:
             LOG.warning("%s; publishing version %d as a snapshot", error, update.version)
         else:
             return publication
@@ -154,7 +158,7 @@ class Synchronizer:
         Those that are lost on the way leave `engines`; the answers are those of the others.
         """
         asked = dict(engines)
-        calls = [self._answer(call(engine), what) for engine in asked.values()]
+        calls = [self._answer(partial(call, engine), what) for engine in asked.values()]
         results = dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         answers: dict[str, T] = {}
         failures: dict[str, BaseException] = {}
@@ -173,12 +177,12 @@ class Synchronizer:
             raise kind(f"{len(failures)} of {len(results)} engines did not {what}: {text}") from cause
         return answers
 
-    async def _answer(self, call: Awaitable[T], what: str) -> T:
+    async def _answer(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         """What an engine answers before the deadline."""
         limit = self._config.timeout_s
         try:
             async with asyncio.timeout(limit):
-                return await call
+                return await call()
         except TimeoutError as error:
             raise EngineLostError(f"could not {what} within sync.timeout_s = {limit} s") from error
 
@@ -225,7 +229,7 @@ def gravest(errors: Sequence[BaseException]) -> tuple[type[TidemillError], BaseE
     """What to raise for failures of engines, and for which: what another try may mend comes first, as it is."""
     for kind in (*PASSING, ChainError):
         for error in errors:
-            if isinstance(error, kind):
+            if isinstance(error, kind) and (kind is ChainError or may_pass(error)):
                 return kind, error
     return SyncError, errors[0]
 

@@ -28,7 +28,7 @@ class Stop:
         if self.reason is None or hurry:
             self.reason = reason
 
-    async def asked(self) -> None:
-        """Wait until someone has asked."""
-        while self.reason is None:
+    async def asked(self, *, hurry: bool = False) -> None:
+        """Wait until someone has asked; with `hurry`, until someone is in a hurry."""
+        while not self.hurry and (hurry or self.reason is None):
             await asyncio.sleep(POLL_S)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
@@ -30,6 +30,7 @@ from tidemill.train.tree import PackedRow, pack_group
 from tidemill.train.validation import Validation
 
 Metrics = dict[str, float]
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -145,7 +146,7 @@ class Trainer:
         try:
             await self.fit_steps()
             if not self.stop.hurry:
-                await self.validation.settle()
+                await self.settle()
         finally:
             await self.validation.cancel()
 
@@ -168,7 +169,8 @@ class Trainer:
             what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"
             self.observer.notice(f"{what} after step {self.position.step}")
         if self.position.unsynced and not self.stop.hurry:
-            await self.validation.settle()
+            await self.settle()
+        if self.position.unsynced and not self.stop.hurry:  # still: a hurry may have come with the score
             self.observer.synced(self.position.step, await self.sync_weights())
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
@@ -188,6 +190,7 @@ class Trainer:
         self.advance(groups)
         if self.sync_is_due:
             await self.validation_before_sync(timings)
+        if self.sync_is_due:  # still: a hurry may have come with the score
             with timings.phase("sync"):
                 metrics |= await self.sync_weights()
         return metrics
@@ -217,9 +220,9 @@ class Trainer:
         """Data-parallel ranks."""
         return self.config.trainer.ranks
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, Lease[Any]]) -> Lease[Any] | None:
-        """The result of `work`; None if a stop is asked for while it waits, which ends it."""
-        waiting, asked = asyncio.create_task(work), asyncio.create_task(self.stop.asked())
+    async def unless_stopped(self, work: Coroutine[Any, Any, T], *, hurry: bool = False) -> T | None:
+        """The result of `work`; None if a stop, or one in a hurry, is asked for while it waits, which ends it."""
+        waiting, asked = asyncio.create_task(work), asyncio.create_task(self.stop.asked(hurry=hurry))
         try:
             await asyncio.wait({waiting, asked}, return_when=asyncio.FIRST_COMPLETED)
             return await waiting if waiting.done() else None
@@ -291,7 +294,11 @@ class Trainer:
         """Let a score be finished whose engines would get the next version."""
         if self.validation.holds_sync:
             with timings.phase("evaluate"):
-                await self.validation.settle()
+                await self.settle()
+
+    async def settle(self) -> None:
+        """Wait for the score under way; who is in a hurry goes without it."""
+        await self.unless_stopped(self.validation.settle(), hurry=True)
 
     async def after_step(self, timings: Timings) -> None:
         """Evaluate and checkpoint at the versions that ask for it."""
@@ -301,10 +308,11 @@ class Trainer:
         every = self.config.evaluation.every
         if every and version % every == 0 and not last:
             with timings.phase("evaluate"):
-                await self.validation.begin(self.position.step, version)
+                await self.unless_stopped(self.validation.begin(self.position.step, version), hurry=True)
         if self.commit and not last and self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
             with timings.phase("checkpoint"):
-                await self.commit(self.position)
+                # The step is part of the commit, and so is the time that it took so far.
+                await self.commit(replace(self.position, seconds=self.position.seconds + timings.elapsed))
 
     async def surroundings(self) -> Metrics:
         """What queue and rollout side say of themselves, under their metric names."""
@@ -330,6 +338,7 @@ def together(reports: Sequence[Metrics]) -> Metrics:
 
 
 def renamed(update: Mapping[str, float]) -> Metrics:
-    """The ranks' report under the names of `docs/metrics.md`."""
+    """The ranks' report of an optimizer step under the names of `docs/metrics.md`."""
     names = {"loss": "loss/policy", "grad_norm": "loss/grad_norm", "lr": "loss/learning_rate"}
-    return {names.get(name, name if "/" in name else f"update/{name}"): value for name, value in update.items()}
+    report = {names.get(name, name if "/" in name else f"update/{name}"): value for name, value in update.items()}
+    return {"update/count": 1.0, **report}

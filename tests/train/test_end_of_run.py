@@ -1,0 +1,52 @@
+"""What becomes of a run's last version: committed in any case, exported where there is time for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rollout_rig import run_config
+
+from tidemill.observe.events import EventLog
+from tidemill.run import Run
+from tidemill.train.stop import Stop
+from tidemill.train.trainer import Position
+
+
+@dataclass
+class End:
+    """The parts of a run that has trained, as far as its end asks anything of them."""
+
+    done: list[str] = field(default_factory=list)
+    position: Position = field(default_factory=lambda: Position(step=3, version=2))
+
+    async def commit(self, position: Position) -> None:
+        self.done.append(f"commit {position.version}")
+
+    async def publish_model(self, version: int) -> str:
+        self.done.append(f"export {version}")
+        return "s3://bucket/model"
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def picture(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("hurry", "done", "uri"), [(False, ["commit 2", "export 2"], "s3://bucket/model"), (True, ["commit 2"], None)]
+)
+async def test_who_is_in_a_hurry_commits_and_exports_nothing(
+    tmp_path: Path, hurry: bool, done: list[str], uri: str | None
+) -> None:
+    stop, end = Stop(), End()
+    stop.ask("the pod ends", hurry=hurry)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        run, parts = Run(run_config(), None, log, stop), SimpleNamespace(ranks=end)
+        trainer: Any = end
+        assert await run.finish(trainer, parts, end, None) == uri  # type: ignore[arg-type]
+    assert end.done == done
