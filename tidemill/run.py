@@ -25,7 +25,7 @@ from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.effects import long_warmup, other_processor
+from tidemill.effects import long_warmup, other_processor, rare_scores, trained_held_out
 from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.excerpt import counted
@@ -159,7 +159,12 @@ class Run:
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
         gpus = engine_place(config).gpus > 0
-        for text in (*long_warmup(config.trainer, config.asynchrony), *other_processor(config.rollout, gpus)):
+        for text in (
+            *trained_held_out(config.data),
+            *long_warmup(config.trainer, config.asynchrony),
+            *rare_scores(config.evaluation, config.trainer, config.asynchrony),
+            *other_processor(config.rollout, gpus),
+        ):
             observer.notice(text)
         engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
         ranks = start_ranks(config, path, self.claim)

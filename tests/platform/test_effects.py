@@ -5,7 +5,14 @@ import math
 import pytest
 from config_rig import ON_KUBERNETES, parse, refusal
 
-from tidemill.effects import BOUNDS, RUNTIME_ENVIRONMENT, long_warmup, other_processor
+from tidemill.effects import (
+    BOUNDS,
+    RUNTIME_ENVIRONMENT,
+    long_warmup,
+    other_processor,
+    rare_scores,
+    trained_held_out,
+)
 from tidemill.rollout.rewards import BUILT_IN
 
 
@@ -78,6 +85,28 @@ def test_a_warm_up_that_does_not_end_in_the_run_is_told() -> None:
     [told] = long_warmup(long.trainer, long.asynchrony)
     assert "more than the 8 optimizer steps" in told
     assert "ends at 10% of" in told
+
+
+def test_held_out_prompts_that_are_trained_are_told() -> None:
+    same, apart = parse("data.held_out=a.jsonl"), parse("data.held_out=h.jsonl")
+    assert [*trained_held_out(apart.data), *trained_held_out(parse().data)] == []
+    [told] = trained_held_out(same.data)
+    assert told.startswith("data.held_out names the prompts of data.train")
+
+
+def test_scores_that_are_never_due_are_told() -> None:
+    def told(*overrides: str) -> list[str]:
+        run = parse("data.held_out=h.jsonl", "trainer.steps=9", *overrides)
+        return [*rare_scores(run.evaluation, run.trainer, run.asynchrony)]
+
+    assert (
+        told()
+        == told("evaluation.every=9")
+        == told("evaluation.every=3", "asynchrony.trigger_parameter_sync_step=4")
+        == []
+    )
+    [text] = told("evaluation.every=4", "asynchrony.trigger_parameter_sync_step=4")
+    assert text.startswith("evaluation.every = 4 is more than the 3 policy versions of the run")
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
-"""What a checkpoint says of the run besides its tensors, and for which settings it is taken."""
+"""What a run may go on with, and what of its settings its checkpoints depend on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.protocols import Answer, Evaluation
+from tidemill.run_file import parse_config
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.object_store import ObjectStore
-from tidemill.store.restart import Restart, find_restart, identity
+from tidemill.store.restart import IDENTITY, Restart, check_fit, check_identity, find_restart, identity
 from tidemill.train.trainer import Position
 
 
@@ -24,62 +23,86 @@ def restart_of(config: RunConfig) -> Restart:
     return Restart(position, {"cursor": 120, "waiting": [3, 9]}, "mlflow-run", identity(config), before)
 
 
-def changed(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
-    """The settings with other ones in some sections."""
-    tree = config.model_dump(mode="json")
-    return RunConfig.model_validate(
-        tree | {name: tree[name] | values if isinstance(values, dict) else values for name, values in sections.items()}
-    )
-
-
-def test_a_restart_reads_back_from_json(run_config: RunConfig) -> None:
-    restart = restart_of(run_config)
-    assert Restart.from_state(json.loads(json.dumps(restart.to_state()))) == restart
-    restart.check(run_config)
+def changed(config: RunConfig, override: str) -> RunConfig:
+    return parse_config(config.to_yaml(), [override])
 
 
 @pytest.mark.parametrize(
-    ("key", "settings", "begun"),
+    ("override", "message"),
     [
-        ("model", {"model": "another/model"}, "'some/model'"),
-        ("seed", {"seed": 1}, "0"),
-        ("data.train", {"data": {"train": "other.jsonl"}}, "'train.jsonl'"),
-        ("data.shuffle", {"data": {"shuffle": False}}, "true"),
-        ("rewards", {"rewards": [{"function": "math_verify"}]}, "exact_number"),
-        ("algorithm.clip_high", {"algorithm": {"clip_high": 0.28}}, "0.2"),
-        ("asynchrony.max_staleness", {"asynchrony": {"max_staleness": 2}}, "1"),
-        ("asynchrony.require_batches", {"asynchrony": {"require_batches": 2}}, "1"),
+        (
+            "asynchrony.max_staleness=2",
+            r"asynchrony\.max_staleness = 2: allowed is 1, with which addition was begun\. ",
+        ),
+        ("asynchrony.partial_rollout=false", r"asynchrony\.partial_rollout = false: allowed is null, with which"),
+        ("trainer.ppo_mini_batch_size=8", r"trainer\.ppo_mini_batch_size = 8: allowed is 16, with which"),
+        ("rewards.0.options={a: 1}", r"rewards\.0\.options = {a: 1}: allowed is {}, with which"),
+        ("rewards=[{function: exact_number}, {function: a:b}]", r"rewards = \[.*: allowed is \[{function: 'exact_num"),
+        ("data.epochs=3", r"data\.epochs = 3: allowed is null, with which .* leave it as it was, or start a new run"),
+        ("seed=1", r"seed = 1: allowed is 0, with which"),
     ],
 )
-def test_another_experiment_under_the_same_name_is_refused_with_the_setting_that_makes_it_one(
-    run_config: RunConfig, key: str, settings: dict[str, Any], begun: str
+def test_the_setting_that_does_not_fit_is_named_with_both_of_its_values(
+    addition: RunConfig, override: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match="with which addition was begun") as failure:
-        restart_of(run_config).check(changed(run_config, **settings))
-    assert failure.value.key == key
-    assert begun in failure.value.allowed
+    with pytest.raises(ConfigError, match=rf"^{message}"):
+        check_identity(changed(addition, override), identity(addition))
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "override",
     [
-        {"trainer": {"steps": 40}},
-        {"trainer": {"ranks": 2, "learning_rate": 1e-5}},
-        {"rollout": {"engines": 3}},
-        {"checkpoint": {"every": 3}, "sync": {"timeout_s": 30.0}},
+        "trainer.steps=99",
+        "trainer.learning_rate=1.0e-5",
+        "rollout.engines=2",
+        "rewards.0.timeout_s=60",
+        "queue.capacity=64",
     ],
 )
-def test_a_run_may_go_on_longer_and_on_other_machines(run_config: RunConfig, settings: dict[str, Any]) -> None:
-    restart_of(run_config).check(changed(run_config, **settings))
+def test_what_no_checkpoint_depends_on_may_change(addition: RunConfig, override: str) -> None:
+    check_identity(changed(addition, override), identity(addition))
 
 
-def test_the_newest_commit_is_what_a_run_goes_on_from(weed: ObjectStore, run_config: RunConfig, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(weed, run_config.name, 2)
-    assert find_restart(run_config, checkpoints) is None
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts/model.safetensors").write_bytes(b"weights")
-    restart = restart_of(run_config)
-    checkpoints.commit(3, tmp_path / "parts", restart.to_state())
-    assert find_restart(run_config, checkpoints) == restart
-    with pytest.raises(ConfigError, match=r"algorithm\.clip_low"):
-        find_restart(changed(run_config, algorithm={"clip_low": 0.1}), checkpoints)
+def test_a_setting_that_a_checkpoint_does_not_name_is_not_judged(addition: RunConfig) -> None:
+    saved = {key: value for key, value in identity(addition).items() if key != "trainer"}
+    check_identity(changed(addition, "trainer.ppo_mini_batch_size=8"), saved)
+
+
+def test_the_fit_is_seen_from_the_state_alone(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    checkpoints = Checkpoints(store, addition.name, 2)
+    check_fit(addition, checkpoints)
+    checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
+    place = checkpoints.manifest(1).folder
+    store.put_bytes(f"{place}/model.safetensors", b"damaged")  # of the same size, so that only its bytes tell
+    check_fit(addition, checkpoints)
+    with pytest.raises(ConfigError, match=r"^algorithm\.kl_coef = 0\.5: allowed is 0\.0"):
+        check_fit(changed(addition, "algorithm.kl_coef=0.5"), checkpoints)
+    with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never': allowed is auto"):
+        check_fit(changed(addition, "checkpoint.resume=never"), checkpoints)
+
+
+def test_a_restart_reads_back_from_json(addition: RunConfig) -> None:
+    restart = restart_of(addition)
+    assert Restart.from_state(json.loads(json.dumps(restart.to_state()))) == restart
+    restart.check(addition)
+
+
+def test_the_newest_commit_is_what_a_run_goes_on_from(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(store, addition.name, 2)
+    assert find_restart(addition, checkpoints) is None
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    restart = restart_of(addition)
+    checkpoints.commit(3, tmp_path, restart.to_state())
+    assert find_restart(addition, checkpoints) == restart
+    with pytest.raises(ConfigError, match=r"^algorithm\.clip_low"):
+        find_restart(changed(addition, "algorithm.clip_low=0.1"), checkpoints)
+
+
+def test_the_documentation_says_what_may_not_change() -> None:
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    [told] = [part for part in page.split("\n\n") if "--resume NAME" in part]
+    names = {section: inner for section, inner in IDENTITY.items() if inner is not True}
+    assert names == {"trainer": {"ppo_mini_batch_size"}}
+    assert all(f"`{section}`" in told for section in IDENTITY.keys() - names)
+    assert "`trainer.ppo_mini_batch_size`" in told and "`timeout_s`" in told
