@@ -1,8 +1,9 @@
-"""What becomes of a run's last version: committed in any case, exported where there is time for it."""
+"""What a run commits and when, and what becomes of its last version."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ from rollout_rig import run_config
 
 from tidemill.errors import StoreError
 from tidemill.observe.events import EventLog
+from tidemill.protocols import Answer, Evaluation
 from tidemill.run import Run
+from tidemill.store.restart import Restart
 from tidemill.train.stop import Stop
 from tidemill.train.trainer import Position
 
@@ -74,3 +77,48 @@ async def test_a_run_that_fails_lets_the_checkpoint_on_its_way_arrive(
         run.upload = asyncio.create_task(end.upload(error))
         await run.close(end)  # type: ignore[arg-type]
     assert end.done == done
+
+
+@dataclass
+class Ranks:
+    """Stages a checkpoint at once and uploads it slowly; `done` is in the order of what ended."""
+
+    done: list[str] = field(default_factory=list)
+    states: list[Mapping[str, Any]] = field(default_factory=list)
+
+    async def ledger_state(self) -> Mapping[str, object]:
+        self.done.append("ledger")
+        return {"cursor": len(self.done)}
+
+    async def snapshot(self) -> None:
+        self.done.append("snapshot")
+
+    async def upload(self, version: int, state: Mapping[str, Any]) -> str:
+        await asyncio.sleep(0.01)
+        self.done.append(f"upload {version}")
+        self.states.append(state)
+        return f"s3://bucket/{version}"
+
+
+async def test_a_commit_waits_for_the_upload_before_and_holds_the_run_as_it_is_then(tmp_path: Path) -> None:
+    ranks, observer = (
+        Ranks(),
+        SimpleNamespace(tracker=SimpleNamespace(run_id="mlflow-run"), evaluated=None, notice=None),
+    )
+    before, position = Evaluation(0, 0.5, (Answer("1 + 1", "2", "2", 0.5),)), Position(step=2, version=1)
+    parts: Any = SimpleNamespace(ranks=ranks, generation=ranks, queue=None, fleet=None)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        run = Run(run_config(), None, log, Stop())
+        trainer = run.make_trainer(parts, observer, None, before)  # type: ignore[arg-type]
+        assert trainer.commit is not None
+        await trainer.commit(position)
+        position.step, position.version = 4, 2  # training goes on during the upload
+        await trainer.commit(position)
+        await run.settle()
+    once = ["ledger", "snapshot"]
+    assert ranks.done == [*once, "upload 1", *once, "upload 2"]
+    assert run.checkpoint_uri == "s3://bucket/2"
+    restarts = [Restart.from_state(state) for state in ranks.states]
+    assert [(restart.position.step, restart.position.version) for restart in restarts] == [(2, 1), (4, 2)]
+    assert [(restart.mlflow_run_id, restart.held_out_before) for restart in restarts] == [("mlflow-run", before)] * 2
+    assert [restart.ledger for restart in restarts] == [{"cursor": 1}, {"cursor": 4}]
