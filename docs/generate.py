@@ -21,6 +21,10 @@ A run is one YAML file; `tidemill run FILE key.path=value ...` overrides single 
 indexes a list (`rewards.0.timeout_s=5`). Unknown keys and impossible combinations are refused before anything starts.
 `examples/` has files to start from; the settings a run was made with stand in `runs/NAME/config.yaml`.
 
+`tidemill run --resume NAME key.path=value ...` goes on with other settings: more `trainer.steps`, another learning
+rate, other engines. What its checkpoints depend on stays as it was, and a change is refused: `model`, `seed`, `data`,
+`rewards` (but for `timeout_s`), `algorithm`, `asynchrony`, and `trainer.ppo_mini_batch_size`. Those need a new run.
+
 This page is generated from `tidemill/sections.py` (`make golden`).
 """
 

@@ -146,6 +146,22 @@ def long_warmup(trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> Iterato
         )
 
 
+def trained_held_out(data: DataConfig) -> Iterator[str]:
+    """A notice of scores on prompts that are trained, as where a run is only to show that it learns."""
+    if data.held_out == data.train:
+        yield "data.held_out names the prompts of data.train: the held-out score is of prompts that are trained"
+
+
+def rare_scores(evaluation: EvaluationConfig, trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> Iterator[str]:
+    """A notice of scores during training that are never due: they are counted in versions, and not in steps."""
+    versions = math.ceil(trainer.steps / asynchrony.trigger_parameter_sync_step)
+    if evaluation.every > versions:
+        yield (
+            f"evaluation.every = {evaluation.every} is more than the {versions} policy versions of the run: held-out "
+            "prompts are scored before and after training only"
+        )
+
+
 def other_processor(rollout: RolloutConfig, gpus: bool) -> Iterator[str]:
     """A notice of settings of engines on the other kind of processor: one file may serve both kinds of machine.
 

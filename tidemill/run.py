@@ -25,7 +25,7 @@ from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.effects import long_warmup, other_processor
+from tidemill.effects import long_warmup, other_processor, rare_scores, trained_held_out
 from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.excerpt import counted
@@ -143,7 +143,7 @@ class Run:
                     with self.timings.phase("export"):
                         model_uri = await self.finish(trainer, parts, observer, before)
                 finally:
-                    await parts.close()
+                    await self.close(parts)
             except BaseException as error:
                 tracker.fail(error)
                 raise
@@ -159,7 +159,12 @@ class Run:
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
         gpus = engine_place(config).gpus > 0
-        for text in (*long_warmup(config.trainer, config.asynchrony), *other_processor(config.rollout, gpus)):
+        for text in (
+            *trained_held_out(config.data),
+            *long_warmup(config.trainer, config.asynchrony),
+            *rare_scores(config.evaluation, config.trainer, config.asynchrony),
+            *other_processor(config.rollout, gpus),
+        ):
             observer.notice(text)
         engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
         ranks = start_ranks(config, path, self.claim)
@@ -246,6 +251,13 @@ class Run:
         await self.settle()
         observer.picture()
         return None if self.stop.hurry else await parts.ranks.publish_model(trainer.position.version)
+
+    async def close(self, parts: Parts) -> None:
+        """Free the parts; a checkpoint that is on its way arrives first, so that who goes on loses less."""
+        try:
+            await attempt("storing the checkpoint under way", self.settle())
+        finally:
+            await parts.close()
 
     async def settle(self) -> None:
         """Wait for the upload under way; its failure is the run's."""

@@ -47,7 +47,13 @@ MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 """A section, as pydantic calls it."""
 OF_PYDANTIC = ("[key]", "str", "int")
 """Parts of a place that are no keys: that a mapping's key is meant, and which type of several was tried."""
-WORDS = {"bool_type": "true or false", "bool_parsing": "true or false", "path_type": "a path"}
+WORDS = {
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "path_type": "a path",
+    "string_type": "text, between quotes where YAML takes it for something else",
+    "list_type": "a list",
+}
 """What is allowed, where pydantic's word for it is none of YAML."""
 NUMBERS = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
@@ -213,7 +219,7 @@ def explain(error: ValidationError) -> ConfigError:
     if first["type"] == "string_pattern_mismatch":
         return ConfigError(key, first["input"], PATTERNS[first["ctx"]["pattern"]], "Mend it.")
     more = len(error.errors()) - 1
-    rest = f" ({more} more settings are wrong.)" if more else ""
+    rest = f" ({more} more {'setting is' if more == 1 else 'settings are'} wrong.)" if more else ""
     allowed = WORDS.get(first["type"]) or MAPPING.sub("a mapping", NOISE.sub("", first["msg"]))
     if first["type"] in NUMBERS:
         allowed = f"{NUMBERS[first['type']]}{next((unit for end, unit in UNITS.items() if key.endswith(end)), '')}"

@@ -85,7 +85,8 @@ class RewardConfig(Section):
     weight: Number = 1.0
     """Factor in the sum."""
     timeout_s: Seconds = 10.0
-    """A call that takes longer is killed with its process and counted; the group is tried again."""
+    """For all responses of a group together, which one process scores one after the other. What takes longer is killed
+    with its process and counted; the group is tried again."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to every call."""
 

@@ -12,9 +12,12 @@ import pytest
 import yaml
 from tiny_model import make_tiny_model
 
+from tidemill.config import RunConfig
+from tidemill.errors import RunError
+from tidemill.local.attendance import attend
 from tidemill.local.run_folder import exclusive
 from tidemill.observe.report import Summary
-from tidemill.run_file import load_config
+from tidemill.run_file import load_config, parse_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
 TIMEOUT_S = 480
@@ -82,6 +85,13 @@ def test_training_shows_its_steps_and_leaves_what_a_run_leaves(tmp_path: Path) -
     assert sorted((folder / "log.txt").read_text().splitlines()) == ["chatter", "chatter of a worker"]
     assert Summary.read(folder / "summary.json").missing == {"held_out_after": "train does not score at the end"}
     assert load_config(folder / "config.yaml").name == "addition"
+
+
+def test_training_without_room_for_it_begins_nothing(addition: RunConfig) -> None:
+    many = parse_config(addition.to_yaml(), ["rollout.engines=100000"])
+    with pytest.raises(RunError, match=r"not enough memory: .* or run fewer engines \(rollout\.engines\)"):
+        attend(many, lambda config: pytest.fail("it began"), debug=False)
+    assert not many.folder.exists()
 
 
 def test_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.failure import Failure
-from tidemill.local.launch import start
+from tidemill.local.launch import go_on, start
 from tidemill.local.outcome import (
     keep_ray_logs,
     program,
@@ -36,6 +36,7 @@ from tidemill.local.run_folder import begin, earlier, exclusive, fresh
 from tidemill.run_file import load_config
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.mlflow_server import make_client, tracking_uri
+from tidemill.store.restart import identity
 from tidemill.store.tracking import Tracker
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +152,25 @@ def test_run_whose_folder_was_moved_goes_on_there(addition: RunConfig, tmp_path:
     (tmp_path / "moved: here/addition").rename(tmp_path / "moved: here/other")
     with pytest.raises(ConfigError, match="the run's own name, addition"):
         earlier("other", tmp_path / "moved: here", [])
+
+
+def test_settings_that_its_checkpoints_do_not_fit_leave_an_earlier_run_as_it_was(
+    addition: RunConfig, tmp_path: Path
+) -> None:
+    settings = begin(addition)
+    before = settings.read_text()
+    (addition.folder / "summary.json").write_text("{}")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/model.safetensors").touch()
+    with open_checkpoints(addition) as checkpoints:
+        checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition)})
+    other = earlier("addition", addition.output, ["asynchrony.max_staleness=2"])
+    with pytest.raises(
+        ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, with which addition was begun"
+    ):
+        go_on(other, Console(file=io.StringIO()))
+    assert settings.read_text() == before
+    assert (addition.folder / "summary.json").exists()
 
 
 def test_second_run_below_the_same_folder_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
@@ -374,6 +394,8 @@ def test_run_whose_launcher_was_killed_still_holds_its_folder(tmp_path: Path) ->
             psutil.wait_procs(left, timeout=60)
     assert done.returncode == 1
     assert "addition-1" in done.stderr and "is still going on" in done.stderr
+    [group] = re.findall(r"where that is gone, `kill -- -(\d+)` ends the rest", done.stderr)
+    assert int(group) in [child.pid for child in left]
 
 
 @pytest.mark.slow

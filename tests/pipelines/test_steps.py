@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.observe.report import Summary
 from tidemill.pipeline.preflight import check_inputs, check_model, check_room, rooms
+from tidemill.pipeline.provider import sole_training
 from tidemill.pipeline.steps import seconds_by_step, step
 from tidemill.run_file import load_config, parse_config
 from tidemill.sections import SyncConfig
@@ -55,6 +57,7 @@ SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, Non
             r"rewards.0.options = \{.*buffer: 9\}: .*0 < buffer <= budget",
         ),
         (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
+        (["rewards.0.function=rewards_here:later"], r"rewards.0.function = .*a function that is not async.*plain"),
         (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
     ],
 )
@@ -64,6 +67,7 @@ def test_inputs_of_which_no_step_can_be_trained_are_refused(
     (tmp_path / "rewards_here.py").write_text(
         "def narrow(response, *, prompt, answer): return 0.0\n"
         "def wide(response, *, prompt, answer, extra, bonus): return bonus\n"
+        "async def later(response, *, prompt, answer, extra): return 0.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
@@ -302,6 +306,17 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
     with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
         validated(text)
     validated(addition.to_yaml())
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(addition: RunConfig) -> None:
+    addition.folder.mkdir(parents=True)
+    for _ in range(2):
+        with (
+            sole_training(addition),
+            pytest.raises(RunError, match=rf"^process {os.getpid()} still trains addition: wait for it, or end it"),
+            sole_training(addition),
+        ):
+            pass
 
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

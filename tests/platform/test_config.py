@@ -125,6 +125,7 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("registry.min_score", ["registry.min_score=0.5"]),
         ("registry.alias", ["registry.alias=champion"]),
         ("rewards.0.function", ["rewards.0.function=mine:mean"]),
+        ("rewards.0.function", ["rewards.0.function=mine:größe"]),
         ("algorithm.proximal", ["algorithm.proximal=loglinear"]),
         ("algorithm.proximal", ["algorithm.old_log_prob=version_start", "algorithm.proximal=loglinear"]),
         ("algorithm.behaviour_cap", ["algorithm.behaviour_cap=5"]),
@@ -164,7 +165,7 @@ def test_empty_stop_string_is_refused_by_its_place() -> None:
 
 
 def test_number_of_other_mistakes_is_said() -> None:
-    assert "(1 more settings are wrong.)" in str(refusal("trainer.steps=0", "rollout.group_size=1"))
+    assert "(1 more setting is wrong.)" in str(refusal("trainer.steps=0", "rollout.group_size=1"))
 
 
 @pytest.mark.parametrize("override", ["trainer.steps", "=3", "a..b=1", "name.x=1", "rewards.7.weight=1", "rewards.x=1"])

@@ -5,7 +5,15 @@ import math
 import pytest
 from config_rig import ON_KUBERNETES, parse, refusal
 
-from tidemill.effects import RUNTIME_ENVIRONMENT, long_warmup, other_processor
+from tidemill.effects import (
+    BOUNDS,
+    RUNTIME_ENVIRONMENT,
+    long_warmup,
+    other_processor,
+    rare_scores,
+    trained_held_out,
+)
+from tidemill.rollout.rewards import BUILT_IN
 
 
 @pytest.mark.parametrize(
@@ -79,6 +87,28 @@ def test_a_warm_up_that_does_not_end_in_the_run_is_told() -> None:
     assert "ends at 10% of" in told
 
 
+def test_held_out_prompts_that_are_trained_are_told() -> None:
+    same, apart = parse("data.held_out=a.jsonl"), parse("data.held_out=h.jsonl")
+    assert [*trained_held_out(apart.data), *trained_held_out(parse().data)] == []
+    [told] = trained_held_out(same.data)
+    assert told.startswith("data.held_out names the prompts of data.train")
+
+
+def test_scores_that_are_never_due_are_told() -> None:
+    def told(*overrides: str) -> list[str]:
+        run = parse("data.held_out=h.jsonl", "trainer.steps=9", *overrides)
+        return [*rare_scores(run.evaluation, run.trainer, run.asynchrony)]
+
+    assert (
+        told()
+        == told("evaluation.every=9")
+        == told("evaluation.every=3", "asynchrony.trigger_parameter_sync_step=4")
+        == []
+    )
+    [text] = told("evaluation.every=4", "asynchrony.trigger_parameter_sync_step=4")
+    assert text.startswith("evaluation.every = 4 is more than the 3 policy versions of the run")
+
+
 @pytest.mark.parametrize(
     ("rewards", "most"),
     [
@@ -95,3 +125,7 @@ def test_a_score_that_the_rewards_cannot_give_is_refused(rewards: str, most: flo
     if most < math.inf:
         error = refusal(*settings, "registry.min_score=95")
         assert (error.key, error.allowed) == ("registry.min_score", f"up to {most:g}, the most that the rewards give")
+
+
+def test_the_bounds_of_every_built_in_reward_are_known() -> None:
+    assert BOUNDS.keys() == BUILT_IN.keys()

@@ -37,12 +37,15 @@ def test_a_refused_value_reads_as_it_would_stand_in_the_file(value: object, show
     [
         ("data.shuffle=null", "data.shuffle = null: allowed is true or false."),
         ("asynchrony.partial_rollout=maybe", "asynchrony.partial_rollout = 'maybe': allowed is true or false."),
-        ("rollout.stop=[true]", "rollout.stop.0 = true: allowed is a valid string."),
+        ("rollout.stop=[true]", "rollout.stop.0 = true: allowed is text, between quotes where YAML"),
         ("rollout.group_timeout_s=10m", "rollout.group_timeout_s = '10m': allowed is a number, in seconds."),
         ("trainer.steps=1.5", "trainer.steps = 1.5: allowed is an integer."),
         ("output=[a]", "output = ['a']: allowed is a path."),
-        ("rewards.0.options={1: 2}", "rewards.0.options.1 = 1: allowed is a valid string."),
-        ("kubernetes.tolerations=[{key: null}]", "kubernetes.tolerations.0.key = null: allowed is a valid string."),
+        ("rewards.0.options={1: 2}", "rewards.0.options.1 = 1: allowed is text, between quotes where YAML"),
+        (
+            "kubernetes.tolerations=[{key: null}]",
+            "kubernetes.tolerations.0.key = null: allowed is text, between quotes where YAML",
+        ),
     ],
 )
 def test_a_refusal_speaks_of_yaml_and_not_of_python(override: str, message: str) -> None:

@@ -116,7 +116,7 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=null", "only a number from 0 on"),
         ("trainer.experiment_name=\\${trainer.project_name}_1", "only running the script could tell"),
         ("async_training.staleness_threshold=inf", "only a number from 0 on"),
-        ("data.train_files=['a.parquet','b.parquet']", "only one file"),
+        ("data.train_files=['a.parquet','b.parquet']", "only one file: put the rows of all into one"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(setting: str, why: str) -> None:

@@ -108,9 +108,10 @@ def check_gpus(config: RunConfig) -> None:
     if 0 < there < needed:
         allowed = (
             f"a number for which {there} GPUs suffice: every engine takes rollout.tensor_parallel_size = "
-            f"{rollout.tensor_parallel_size}, every trainer rank one, {needed} in all"
+            f"{rollout.tensor_parallel_size}, each of trainer.ranks = {config.trainer.ranks} one, {needed} in all"
         )
-        raise ConfigError("rollout.engines", rollout.engines, allowed, "Run on more GPUs, or with fewer engines.")
+        fix = "Run on more GPUs, or lower one of the three; an engine and a trainer rank never share a GPU."
+        raise ConfigError("rollout.engines", rollout.engines, allowed, fix)
 
 
 def demand(config: RunConfig) -> dict[str, float]:

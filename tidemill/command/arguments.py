@@ -26,6 +26,7 @@ and the trained model stand. Ctrl-C ends everything; --resume goes on from the n
   tidemill run examples/addition.yaml seed=3 trainer.learning_rate=2.0e-5 rewards.0.timeout_s=5
   tidemill run examples/addition.yaml model=/models/mine output=/data/runs
   tidemill run --resume addition-1
+  tidemill run --resume addition-1 trainer.steps=50
 """
 TRAIN = """
 Training alone: no pipeline, no score at the end, no registry. With RAY_ADDRESS set it joins that Ray, else it starts
@@ -185,7 +186,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
     convert.add_argument("script", help="shell script with one verl command, or a YAML file of its settings")
-    convert.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of verl, which stand last")
+    convert.add_argument(
+        "settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of verl, which stand last"
+    )
 
     timeline = add(commands, "timeline", "draw when trainer and engines of a run were at work", TIMELINE)
     timeline.add_argument("run", metavar="RUN", help="name below runs/, or folder")

@@ -24,7 +24,14 @@ from tidemill.local.run_folder import begin, exclusive
 from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
 from tidemill.observe.report import Summary
-from tidemill.pipeline.preflight import check_cluster, check_inputs, check_model, check_restart, check_tracking
+from tidemill.pipeline.preflight import (
+    check_cluster,
+    check_inputs,
+    check_model,
+    check_restart,
+    check_room,
+    check_tracking,
+)
 
 Train = Callable[[RunConfig], Summary]
 NOT_SCORED = "train does not score at the end"
@@ -45,6 +52,7 @@ def attend(config: RunConfig, train: Train, *, debug: bool) -> int:
         check_inputs(config)
         check_model(config)
         check_cluster(config)
+        check_room(config, weights=0)
         check_tracking(config.tracking.uri)
         check_restart(config)
         settings, log = begin(config), config.folder / "log.txt"

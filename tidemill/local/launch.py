@@ -30,8 +30,10 @@ from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, sa
 from tidemill.local.run_folder import begin, exclusive, fresh, label
 from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
+from tidemill.pipeline.preflight import check_restart
 from tidemill.pipeline.steps import teardown
 from tidemill.store.inputs import ship
+from tidemill.store.locate import pin_model
 from tidemill.store.server import store_folder
 from tidemill.store.tracking import end_killed
 from tidemill.store.weed import find_server
@@ -52,8 +54,13 @@ def start(config: RunConfig, console: Console) -> int:
 
 
 def go_on(config: RunConfig, console: Console) -> int:
-    """On with an earlier run; returns the exit status of the command."""
+    """On with an earlier run; returns the exit status of the command.
+
+    Raises:
+        ConfigError: its checkpoints were made with other settings, or are not to be used.
+    """
     with exclusive(config.output, config.name) as lock:
+        check_restart(pin_model(config))  # before anything that the earlier attempt left is written over
         return launch(config, lock, console)
 
 
@@ -103,6 +110,7 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
         events = config.folder / "events.jsonl"
         earlier = sum(1 for _ in past_events(events))  # of a run that goes on
         runner = start_runner(settings, scratch, lock)
+        label(lock, config.name, runner.pid)  # it leads a session, and so a group
         show_events(events, earlier, End(runner, config.folder), console)
         status = runner.returncode
     except KeyboardInterrupt:

@@ -118,14 +118,20 @@ def exclusive(output: Path, name: str) -> Iterator[int]:
         yield file.fileno()
 
 
-def label(lock: int, name: str) -> None:
+def label(lock: int, name: str, group: int | None = None) -> None:
     """Write into the lock whose it is.
+
+    Args:
+        lock: the open file.
+        name: of the run.
+        group: of the processes that go on where this one is killed.
 
     Raises:
         RunError: the disk is full, for example.
     """
+    rest = "" if group is None else f"; where that is gone, `kill -- -{group}` ends the rest"
     try:
         os.ftruncate(lock, 0)
-        os.write(lock, f"{name} (process {os.getpid()})".encode())
+        os.pwrite(lock, f"{name} (process {os.getpid()}{rest})".encode(), 0)
     except OSError as error:
         raise RunError(f"cannot write run.lock in the folder of runs: {error}. Name another with output=...") from error

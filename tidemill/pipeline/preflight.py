@@ -24,10 +24,11 @@ from tidemill.rollout.prompts import as_text, take
 from tidemill.rollout.rewards import first_number, resolve
 from tidemill.rollout.sources import Row, load_rows
 from tidemill.sections import DataConfig, RewardConfig
-from tidemill.store.checkpoint import has_checkpoints
+from tidemill.store.checkpoint import has_checkpoints, open_checkpoints
 from tidemill.store.locate import Locator
 from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
 from tidemill.store.object_store import ObjectStore, credentials
+from tidemill.store.restart import check_fit
 from tidemill.store.smollm2 import SMOLLM2
 from tidemill.store.weed import find_binary
 
@@ -103,9 +104,12 @@ def check_call(reward: RewardConfig, key: str) -> None:
 
     Raises:
         RewardError: it cannot be found.
-        ConfigError: it lacks an argument of every reward function, or its options are not its arguments.
+        ConfigError: it is async, lacks an argument of every reward function, or its options are not its arguments.
     """
     function = resolve(reward.function)
+    if inspect.iscoroutinefunction(function):
+        fix = "Nobody would await it. Every call has a process to itself, so it may block; make it a plain function."
+        raise ConfigError(f"{key}.function", reward.function, "a function that is not async", fix)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -239,17 +243,16 @@ def check_tracking(uri: str | None) -> None:
 
 
 def check_restart(config: RunConfig) -> None:
-    """Refuse to go on with a run that has checkpoints, where the settings say so.
-
-    Not where the checkpoints are used: a second try of the same run may go on.
+    """Refuse to go on with a run that has checkpoints, where the settings say so, or do not fit them.
 
     Raises:
-        ConfigError: there are some and `checkpoint.resume` is `never`.
+        ConfigError: there are some, and `checkpoint.resume` is `never` or they were made with other settings.
+        CheckpointError: there are some and none is intact.
         StoreError: the store cannot be reached.
     """
-    if config.checkpoint.resume == "never" and has_checkpoints(config):
-        fix = "Take another name, or let it resume."
-        raise ConfigError("checkpoint.resume", "never", f"auto, because {config.name} has checkpoints", fix)
+    if has_checkpoints(config):
+        with open_checkpoints(config) as checkpoints:
+            check_fit(config, checkpoints)
 
 
 @dataclass(frozen=True, slots=True)

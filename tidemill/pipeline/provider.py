@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +13,7 @@ from typing import Any, Protocol
 
 from tidemill.cluster.local import LocalCluster
 from tidemill.config import RunConfig
+from tidemill.errors import RunError
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
 from tidemill.pipeline.preflight import check_cluster, check_room, count_weights
@@ -66,7 +70,8 @@ class MachineProvider:
         del provisioned, log
         from tidemill.run import train
 
-        return train(self.config)
+        with sole_training(self.config):
+            return train(self.config)
 
     def score(self, summary: Summary) -> Evaluation | None:
         """Ask the exported model in an engine of its own."""
@@ -76,6 +81,27 @@ class MachineProvider:
         """See `Provider.teardown`."""
         LocalCluster(self.config).teardown()
         clear_transit(self.config)
+
+
+@contextmanager
+def sole_training(config: RunConfig) -> Iterator[None]:
+    """One training of a run at a time, also where all that had started the one before was killed, and it was not.
+
+    Raises:
+        RunError: another process trains the run.
+    """
+    with (config.folder / "train.lock").open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise RunError(
+                f"process {lock.read()} still trains {config.name}: wait for it, or end it, then resume the run"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def provider_of(config: RunConfig) -> Provider:

@@ -83,9 +83,11 @@ def validate(config: str) -> str:
         check_model(run)
         check_tracking(run.tracking.uri)
         check_store(run)
-        check_restart(run)
         provider_of(run).check()
         pinned = pin_model(run)
+        # An embedded store would be started for it; there `local` has looked, and training looks again.
+        if run.store.endpoint != "embedded" or run.checkpoint.resume == "never":
+            check_restart(pinned)
     return pinned.to_yaml()
 
 

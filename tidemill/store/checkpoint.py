@@ -119,10 +119,13 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
             raise
 
-    def newest_valid(self) -> tuple[int, dict[str, Any]] | None:
+    def newest_valid(self, *, tensors: bool = True) -> tuple[int, dict[str, Any]] | None:
         """State of the newest commit that is intact, warning of those that are not; None without any.
 
         Every byte is read and none is kept: who asks has no room for it, and may have no use for it.
+
+        Args:
+            tensors: whether they are read too, and not the state alone.
 
         Returns:
             (version, state).
@@ -133,21 +136,21 @@ class Checkpoints:
         versions = self.versions()
         for version in versions:
             try:
-                return version, self.verify(version)
+                return version, self.verify(version, tensors=tensors)
             except CheckpointError as error:
                 log.warning("%s; falling back to the commit before it", error)
         if versions:
             raise self.nothing_intact(versions)
         return None
 
-    def verify(self, version: int) -> dict[str, Any]:
-        """Compare all parts of a commit with what was committed; returns the state.
+    def verify(self, version: int, *, tensors: bool) -> dict[str, Any]:
+        """Compare all parts of a commit, or its state alone, with what was committed; returns the state.
 
         Raises:
             CheckpointError: as `load`.
         """
         manifest, state = self.complete(version), io.BytesIO()
-        for part in manifest.parts:
+        for part in (part for part in manifest.parts if tensors or part.key == STATE):
             key = f"{manifest.folder}/{part.key}"
             check_same(part, self.store.receive(key, state if part.key == STATE else Nowhere()), self.store.uri(key))
         return self.parse_state(manifest, state.getvalue())

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, in_yaml
 from tidemill.protocols import Answer, Evaluation
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.train.trainer import Position
 
-IDENTITY = ("model", "seed", "data", "rewards", "algorithm", "asynchrony")  # a checkpoint fits only the same ones
+IDENTITY: Mapping[str, Any] = {
+    **dict.fromkeys(("model", "seed", "data", "rewards", "algorithm", "asynchrony"), True),
+    "trainer": {"ppo_mini_batch_size"},  # with it the groups of a version, by which the ledger is read
+}
+"""A checkpoint fits only the same ones."""
+MAY_CHANGE = re.compile(r"rewards\.\d+\.timeout_s")
+"""What stands among them and changes nothing of what is learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +62,54 @@ class Restart:
         """Refuse to go on with other settings than the run began with.
 
         Raises:
-            ConfigError: naming the first section that differs.
+            ConfigError: naming the first setting that differs.
         """
-        for key, value in identity(config).items():
-            if value != self.identity.get(key):
-                allowed = f"{self.identity.get(key)!r}, with which {config.name} was begun"
-                raise ConfigError(key, value, allowed, "Take another name for another experiment.")
+        check_identity(config, self.identity)
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
     """The settings that make a checkpoint fit."""
-    return config.model_dump(mode="json", include=set(IDENTITY))
+    return config.model_dump(mode="json", include=dict(IDENTITY))
+
+
+def check_identity(config: RunConfig, saved: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings than those of a checkpoint; one that it does not name is not judged.
+
+    Raises:
+        ConfigError: naming the first setting that differs.
+    """
+    for section, value in identity(config).items():
+        for key, now, before in differences(value, saved.get(section, value), section):
+            if not MAY_CHANGE.fullmatch(key):
+                allowed = f"{in_yaml(before)}, with which {config.name} was begun"
+                fix = "Its checkpoints depend on it: leave it as it was, or start a new run."
+                raise ConfigError(key, now, allowed, fix)
+
+
+def differences(now: Any, before: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """The innermost values that differ, as (dotted key, value now, value before)."""
+    if isinstance(now, Mapping) and isinstance(before, Mapping) and now.keys() == before.keys():
+        for name, value in now.items():
+            yield from differences(value, before[name], f"{key}.{name}")
+    elif isinstance(now, list) and isinstance(before, list) and len(now) == len(before):
+        for place, value in enumerate(now):
+            yield from differences(value, before[place], f"{key}.{place}")
+    elif now != before:
+        yield key, now, before
+
+
+def check_fit(config: RunConfig, checkpoints: Checkpoints) -> None:
+    """Refuse to go on with a run that has checkpoints, where the settings say so or do not fit; reads no tensor.
+
+    Raises:
+        ConfigError: there are some and `checkpoint.resume` is `never`, or they were made with other settings.
+    """
+    if config.checkpoint.resume == "never" and checkpoints.versions():
+        fix = "Take another name, or let it resume."
+        raise ConfigError("checkpoint.resume", "never", f"auto, because {config.name} has checkpoints", fix)
+    found = checkpoints.newest_valid(tensors=False)
+    if found is not None:
+        check_identity(config, found[1]["identity"])
 
 
 def find_restart(config: RunConfig, checkpoints: Checkpoints) -> Restart | None:

@@ -95,7 +95,7 @@ def single_file(value: Any) -> str:
     """One file of a list of one."""
     files = value if isinstance(value, list) else [value]
     if len(files) != 1:
-        raise ValueError("one file")
+        raise ValueError("one file: put the rows of all into one")
     return str(files[0])
 
 
