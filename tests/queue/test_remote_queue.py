@@ -135,6 +135,33 @@ async def test_what_was_dropped_for_a_cancelled_put_is_named_by_the_next_lease()
         await queue.release(lease.lease_id)
         lease = await queue.lease(1, 0, SOON)
     assert (lease.swept, uids(lease.deliveries)) == ((7,), [8])
+    await queue.release(lease.lease_id)
+    assert (await queue.lease(1, 0, SOON)).swept == ()  # once: nobody may issue it twice
+
+
+async def test_a_call_that_comes_when_it_was_taken_back_already_does_nothing() -> None:
+    actor = QueueActor(2, 1, "block")
+    await actor.start()
+    await actor.withdraw("a ticket")
+    with pytest.raises(RunError, match="put was withdrawn"):
+        await actor.wait("a ticket", "put", [group(1)], SOON)
+    assert (await actor.stats())["put"] == 0
+
+
+async def test_groups_of_a_lease_that_is_taken_back_return_to_the_queue() -> None:
+    actor = QueueActor(2, 1, "block")
+    await actor.put([group(1)], SOON)
+    await actor.wait("a ticket", "lease", 1, 0, SOON)
+    await actor.withdraw("a ticket")
+    assert uids((await actor.lease(1, 0, SOON)).deliveries) == [1]
+
+
+async def test_what_was_swept_for_a_lease_that_is_taken_back_is_named_by_the_next_one() -> None:
+    actor = QueueActor(2, 1, "block")
+    await actor.put([group(1)], SOON)
+    assert (await actor.wait("a ticket", "lease", 1, 2, SOON)).swept == (1,)
+    await actor.withdraw("a ticket")
+    assert (await actor.lease(1, 2, SOON)).swept == (1,)
 
 
 async def test_a_put_that_is_cancelled_in_line_is_not_sent() -> None:

@@ -94,7 +94,7 @@ class Mortal(FakeMember):
         name = request_id.partition(".")[0]
         if (int(name) if name.isdecimal() else name) in self.deadly:
             await asyncio.sleep(0.002)
-            await self.shutdown()
+            await super().shutdown()
             raise EngineCrashedError(f"{self.name} died of {request_id}")
         return await super().generate(request_id, prompt_ids, sampling)
 

@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rollout_rig import BROKEN, LengthReward, Rig, held_out, run_config
+from rollout_rig import BROKEN, LengthReward, Rig, decode, held_out, run_config
 
 from tidemill.errors import ConfigError, EngineError, EngineLostError, RewardError, RewardTimeoutError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array
+from tidemill.rollout.engine_pool import EnginePool
+from tidemill.rollout.evaluator import Evaluator
 
 pytestmark = pytest.mark.own_time
 
@@ -189,6 +191,19 @@ async def test_an_engine_that_dies_hands_its_prompts_to_the_others() -> None:
     await rig.engines[0].shutdown()
     assert (await evaluation).score == 4.0
     assert await rig.rollouter.lost_engines() == {"engine 0": "fake engine: it was shut down"}
+
+
+async def test_a_suspect_is_asked_when_nothing_else_is_in_flight_that_might_be_to_blame() -> None:
+    pool = EnginePool([engine := FakeEngine()])
+    evaluator = Evaluator(run_config(), held_out(1), pool, LengthReward(), decode)
+    for name in ("engine 7", "engine 8"):
+        evaluator.suspects.crashed(0, name)
+    with pool.lease():
+        evaluation = asyncio.create_task(evaluator.evaluate(0))
+        await asyncio.sleep(1.0)
+        assert (evaluator.alone, engine.requests) == (True, [])
+    assert (await evaluation).score == 4.0
+    assert not evaluator.alone
 
 
 async def test_an_evaluation_without_engines_waits_for_the_next_one_and_not_for_ever() -> None:

@@ -42,7 +42,11 @@ class Bench:
 class Runner(Mortal):
     def __init__(self, bench: Bench, number: int) -> None:
         super().__init__(number, EngineError("no memory") if number >= bench.last else None)
-        self.deadly = bench.deadly
+        self.deadly, self.shut = bench.deadly, 0
+
+    async def shutdown(self) -> None:
+        self.shut += 1
+        await super().shutdown()
 
 
 async def test_a_prompt_that_kills_its_engine_is_skipped_and_every_engine_is_ended() -> None:
@@ -50,7 +54,7 @@ async def test_a_prompt_that_kills_its_engine_is_skipped_and_every_engine_is_end
     score = await bench.score()
     assert ([answer.expected for answer in score.answers], score.skipped) == (list("1235"), {"kills_engine": 2})
     assert len(bench.made) <= 2 * 3 + 1
-    assert all(engine._dead for engine in bench.made)
+    assert [engine.shut for engine in bench.made] == [1] * len(bench.made)
 
 
 async def test_an_engine_that_does_not_come_up_again_ends_the_score_with_its_reason() -> None:
