@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from tidemill.errors import ConfigError
 
 if TYPE_CHECKING:  # the help of a command needs forms of addresses, and no settings
-    from tidemill.sections import KubernetesConfig, StoreConfig, TrackingConfig
+    from tidemill.sections import DataConfig, KubernetesConfig, StoreConfig, TrackingConfig
 
 SERVER = "http(s)://HOST[:PORT]"
 TRACKING = (
@@ -19,6 +19,7 @@ TRACKING = (
 )
 PLACES = re.compile(r"databricks(://\S+)?|sqlite:///.+|(postgresql|mysql|mssql)(\+\w+)?://\S+")
 """What MLflow writes to besides a server; it writes to plain folders no more."""
+HUB_TOKEN = re.compile(r"(hf://.*[?&]token=)[^&]*")
 STORED = re.compile(r"s3://[^/\s]+/.*[^/\s].*")
 CREDENTIALS = re.compile(r"//[^/]*@")
 PASSWORD = re.compile(r"([^:/]+://[^/]*:)[^/]*(?=@)|(.*[?&](?:password|passwd|pwd)=)[^&]*", re.IGNORECASE)
@@ -31,6 +32,16 @@ def model_address(model: str) -> Iterator[ConfigError]:
     """A model of the object store at no possible place."""
     if model.startswith("s3:") and not STORED.fullmatch(model):
         yield ConfigError("model", model, "s3://BUCKET/PREFIX, for one of the store", "Mend it.")
+
+
+def hub_addresses(data: DataConfig) -> Iterator[ConfigError]:
+    """A data set with the token that opens it."""
+    for name, source in (("train", data.train), ("held_out", data.held_out)):
+        if source is not None and HUB_TOKEN.match(source):
+            fix = (
+                "Settings are stored and shown. Set HF_TOKEN; pods get it from a secret that kubernetes.secrets names."
+            )
+            yield ConfigError(f"data.{name}", HUB_TOKEN.sub(r"\1(not shown)", source), "a source without a token", fix)
 
 
 def server_addresses(tracking: TrackingConfig, store: StoreConfig) -> Iterator[ConfigError]:

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from tidemill import effects
-from tidemill.address import model_address, page_addresses, server_addresses
+from tidemill.address import hub_addresses, model_address, page_addresses, server_addresses
 from tidemill.errors import ConfigError, in_yaml
 from tidemill.sections import (
     DNS_LABEL,
@@ -170,6 +170,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from reward_names(config)
     yield from without_effect(config)
     yield from model_address(config.model)
+    yield from hub_addresses(config.data)
     yield from server_addresses(config.tracking, config.store)
     yield from page_addresses(config.kubernetes)
     yield from on_kubernetes(config)
@@ -312,7 +313,7 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def reward_names(config: RunConfig) -> Iterator[ConfigError]:
-    """Functions whose metric would have the name of another, `rollout/reward/NAME`."""
+    """Functions whose metric would have the name of another, `rollout/reward/NAME`, or one that MLflow refuses."""
     for place, reward in enumerate(config.rewards):
         name = reward.function.rpartition(":")[2]
         if name in REWARD_METRICS:
@@ -321,6 +322,11 @@ def reward_names(config: RunConfig) -> Iterator[ConfigError]:
                 f"a function of another name than {' and '.join(REWARD_METRICS)}, which are metrics of all rewards"
             )
             yield ConfigError(key, reward.function, allowed, "Rename it.")
+        if not name.isascii():
+            allowed = (
+                "a function whose name has no letters but a to z, because a metric gets it and MLflow takes no others"
+            )
+            yield ConfigError(f"rewards.{place}.function", reward.function, allowed, "Rename it.")
 
 
 def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:

@@ -143,7 +143,7 @@ class Run:
                     with self.timings.phase("export"):
                         model_uri = await self.finish(trainer, parts, observer, before)
                 finally:
-                    await parts.close()
+                    await self.close(parts)
             except BaseException as error:
                 tracker.fail(error)
                 raise
@@ -251,6 +251,13 @@ class Run:
         await self.settle()
         observer.picture()
         return None if self.stop.hurry else await parts.ranks.publish_model(trainer.position.version)
+
+    async def close(self, parts: Parts) -> None:
+        """Free the parts; a checkpoint that is on its way arrives first, so that who goes on loses less."""
+        try:
+            await attempt("storing the checkpoint under way", self.settle())
+        finally:
+            await parts.close()
 
     async def settle(self) -> None:
         """Wait for the upload under way; its failure is the run's."""

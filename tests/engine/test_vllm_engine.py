@@ -269,15 +269,18 @@ def mixed_in(sample: Completion, version: int) -> float:
     return float(np.abs(sample.log_probs - exact).max())
 
 
-async def waiting_during(engine: VllmEngine, folder: Path, first: int) -> tuple[int, Completion]:
-    """The answer to the prompt, asked while the engine's width is taken when an update pauses it; with its version."""
+async def waiting_during(engine: VllmEngine, folder: Path, first: int, mode: PauseMode) -> tuple[int, Completion]:
+    """The answer to the prompt, asked while the engine's width is taken when an update pauses it; with its version.
+
+    That is the update's, in mode `wait` too, where only what has a token finishes first.
+    """
     for version in range(first, first + 50):  # a busy machine may let us go on when the engine is done
         longer = Sampling(n=ROLLOUT.group_size, max_tokens=80, temperature=1.0)
         running = asyncio.create_task(engine.generate(f"running {version}", PROMPT, longer))
         await asyncio.sleep(0.05)
         waiting = asyncio.create_task(engine.generate(f"waiting {version}", PROMPT, GREEDY))
         await asyncio.sleep(0.05)
-        await engine.update_weights(write_weights(folder / f"{version}.safetensors", version, version), "keep")
+        await engine.update_weights(write_weights(folder / f"{version}.safetensors", version, version), mode)
         group, [sample] = await asyncio.gather(running, waiting)
         if sample.versions[0].version == version > group[0].versions[0].version:
             return version, sample
@@ -301,8 +304,10 @@ async def test_prompts_meet_kv_of_older_weights_only_where_asked(tmp_path: Path,
                 await engine.score(PROMPT), expected_log_probs(version, PROMPT.tolist()), atol=1e-3
             )
             assert (mixed_in(sample, version) > 0.01) == kept
-        version, sample = await waiting_during(engine, tmp_path, len(modes) + 1)
-        assert (mixed_in(sample, version) > 0.01) == kept
+        version = len(modes)
+        for mode in modes[1:]:
+            version, sample = await waiting_during(engine, tmp_path, version + 1, mode)
+            assert (mixed_in(sample, version) > 0.01) == kept
     finally:
         await engine.shutdown()
 

@@ -34,7 +34,8 @@ reward/mean reward/PART/mean groups/zero_variance_ratio response/length_mean res
 response/seconds_mean prompt/length_mean staleness/mean staleness/partial_ratio
 """
 OF_TOKENS = """
-ratio/mean ratio/clip_fraction kl/old_new correction/old_rollout_gap correction/weight_mean correction/truncated_ratio
+ratio/mean ratio/clip_fraction kl/old_new kl/reference correction/old_rollout_gap correction/weight_mean
+correction/truncated_ratio
 """
 OF_GENERATED = """
 rollout/reward/mean rollout/reward/std_in_group rollout/reward/PART rollout/response_length/mean rollout/truncated

@@ -52,11 +52,11 @@ def test_means_are_over_rollouts_not_over_groups() -> None:
 
 
 def test_age_is_counted_from_the_oldest_token_and_also_over_tokens() -> None:
-    partial = group(1, rollout(0.0, ((3, 1), (5, 3))), rollout(1.0, ((5, 4),)))
+    partial = group(1, rollout(0.0, ((3, 3), (5, 1))), rollout(1.0, ((5, 4),)))
     fresh = group(1, rollout(0.0, ((5, 4),)), rollout(0.0, ((5, 4),)))
     metrics = group_metrics([partial, fresh], 5, advantages(partial, fresh))
     assert (metrics["staleness/max"], metrics["staleness/mean"]) == (2, 1)
-    assert metrics["staleness/token_mean"] == 2 / 16
+    assert metrics["staleness/token_mean"] == 3 * 2 / 16
     assert metrics["staleness/partial_ratio"] == 0.25
     assert metrics["groups/zero_variance_ratio"] == 0.5
 

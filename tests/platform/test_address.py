@@ -79,6 +79,13 @@ def test_a_password_in_an_address_is_refused_without_being_shown(address: str) -
         assert "cadabra" not in str(error)
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.held_out"])
+def test_the_token_of_a_data_set_is_refused_without_being_shown(key: str) -> None:
+    error = refusal(f"{key}=hf://me/data:train?name=main&token=abracadabra")
+    assert (error.key, "abracadabra" in str(error), "HF_TOKEN" in str(error)) == (key, False, True)
+    parse(f"{key}=hf://me/tokens:train?name=token")
+
+
 @pytest.mark.parametrize("address", ["sqlite:///runs/a:b@c.db", "https://mlflow:5000/a:b@c", "http://me@mlflow"])
 def test_an_address_without_a_password_is_taken_whatever_its_path_is(address: str) -> None:
     assert parse(f"tracking.uri={address}").tracking.uri == address

@@ -125,6 +125,7 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("registry.min_score", ["registry.min_score=0.5"]),
         ("registry.alias", ["registry.alias=champion"]),
         ("rewards.0.function", ["rewards.0.function=mine:mean"]),
+        ("rewards.0.function", ["rewards.0.function=mine:größe"]),
         ("algorithm.proximal", ["algorithm.proximal=loglinear"]),
         ("algorithm.proximal", ["algorithm.old_log_prob=version_start", "algorithm.proximal=loglinear"]),
         ("algorithm.behaviour_cap", ["algorithm.behaviour_cap=5"]),

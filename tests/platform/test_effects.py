@@ -5,7 +5,15 @@ import math
 import pytest
 from config_rig import ON_KUBERNETES, parse, refusal
 
-from tidemill.effects import RUNTIME_ENVIRONMENT, long_warmup, other_processor, rare_scores, trained_held_out
+from tidemill.effects import (
+    BOUNDS,
+    RUNTIME_ENVIRONMENT,
+    long_warmup,
+    other_processor,
+    rare_scores,
+    trained_held_out,
+)
+from tidemill.rollout.rewards import BUILT_IN
 
 
 @pytest.mark.parametrize(
@@ -117,3 +125,7 @@ def test_a_score_that_the_rewards_cannot_give_is_refused(rewards: str, most: flo
     if most < math.inf:
         error = refusal(*settings, "registry.min_score=95")
         assert (error.key, error.allowed) == ("registry.min_score", f"up to {most:g}, the most that the rewards give")
+
+
+def test_the_bounds_of_every_built_in_reward_are_known() -> None:
+    assert BOUNDS.keys() == BUILT_IN.keys()

@@ -44,6 +44,7 @@ class FakeMember(FakeEngine):
         self.hangs = asyncio.Event()
         self.ended = False
         self.adopted: list[int] = []
+        self.modes: list[PauseMode] = []
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -63,6 +64,7 @@ class FakeMember(FakeEngine):
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         await super().update_weights(update, mode)
         self.adopted.append(update.version)
+        self.modes.append(mode)
 
     async def version(self) -> int:
         if self.hangs.is_set():

@@ -136,7 +136,9 @@ async def test_a_store_that_is_away_for_a_moment_costs_another_attempt(tmp_path:
     assert [member.name for member in crew.started] == ["engine 2", "engine 3"]
 
 
-async def test_an_engine_that_is_stuck_is_found_by_the_probe_and_ended(tmp_path: Path) -> None:
+async def test_an_engine_that_is_stuck_is_found_by_the_probe_and_ended_and_asked_nothing_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     crew = Crew(tmp_path)
 
     async def hang(step: int) -> None:
@@ -146,6 +148,7 @@ async def test_an_engine_that_is_stuck_is_found_by_the_probe_and_ended(tmp_path:
 
     await crew.run(3, hang)
     assert crew.members[0].ended
+    assert "is left out" not in caplog.text  # of a publication
 
 
 async def test_an_engine_that_is_lost_in_a_publication_is_replaced(tmp_path: Path) -> None:
@@ -374,6 +377,44 @@ async def test_an_engine_is_added_while_the_trainer_waits_and_retired_while_gene
     assert crew.started[0].requests
     assert crew.members[0].adopted[-1] == 8
     assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
+
+
+async def test_an_engine_that_was_set_aside_catches_up_in_the_way_of_the_run_and_growth_goes_on(tmp_path: Path) -> None:
+    """What it has in flight is to be treated as on any other engine."""
+    crew = Crew(tmp_path, elasticity=Elasticity(1, 3))
+    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+        for version in range(2):
+            await crew.fleet.publish(version, "wait")
+        aside = await crew.fleet.set_aside()
+        await crew.fleet.publish(2, "wait")
+        [spare] = [member for member in crew.members if member.name == aside]
+        assert spare.adopted == [0, 1]
+        for _ in range(VERSIONS):
+            crew.fleet.measured(WAITING)
+        await crew.fleet.take_back(str(aside))
+        await crew.fleet.publish(3, "wait")
+        assert (spare.adopted, spare.modes) == ([0, 1, 2, 3], ["wait"] * 4)
+        assert not crew.started
+        for _ in range(VERSIONS):
+            crew.fleet.measured(WAITING)
+        await until(lambda: bool(crew.started))
+
+
+@pytest.mark.parametrize("error", [EngineError("no"), EngineLostError("it died"), StoreError("no answer")])
+async def test_an_engine_that_was_set_aside_and_cannot_catch_up_is_replaced(tmp_path: Path, error: Exception) -> None:
+    crew = Crew(tmp_path)
+
+    async def fail(update: WeightUpdate, mode: PauseMode) -> None:
+        raise error
+
+    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+        await crew.fleet.publish(0, "keep")
+        assert await crew.fleet.set_aside() == "engine 1"
+        crew.members[1].update_weights = fail  # type: ignore[method-assign]
+        await crew.fleet.publish(1, "keep")
+        await crew.fleet.take_back("engine 1")
+        await until(lambda: [member.name for member in crew.fleet.members] == ["engine 0", "engine 2"])
+    assert (crew.members[1].ended, crew.started[0].adopted) == (True, [1])
 
 
 async def test_an_engine_that_is_retired_finishes_what_it_has_and_what_takes_too_long_is_issued_again(

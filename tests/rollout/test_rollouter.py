@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rollout_rig import BROKEN, LengthReward, Rig, run_config
 
-from tidemill.errors import DataError, EngineError, RewardError, RewardTimeoutError, RunError
+from tidemill.errors import DataError, EngineCrashedError, EngineError, RewardError, RewardTimeoutError, RunError
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
@@ -351,6 +351,49 @@ async def test_a_prompt_is_not_blamed_for_engines_that_are_lost_with_their_machi
     assert not rig.ledger.quarantined
     assert requests(rig)[0] == 6
     run.cancel()
+
+
+class Dying(FakeEngine):
+    """Dies when told to; what it has says so one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.death = asyncio.Event()
+
+    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
+        place = len(self.requests)
+        self.requests.append((request_id, sampling))
+        await self.death.wait()
+        await asyncio.sleep(0.02 * place)
+        raise EngineCrashedError("it died")
+
+
+async def test_all_that_an_engine_had_when_it_died_is_suspect_also_what_says_so_late() -> None:
+    """Though the first one that says so has the engine removed."""
+    rig = Rig(engines=[engine := Dying()])
+    run = asyncio.create_task(rig.rollouter.run())
+    await settle(lambda: len(engine.requests) == 8)
+    engine.death.set()
+    await settle(lambda: bool(rig.rollouter._engines.lost()))
+    await rig.rollouter.remove_engine("engine 0", "engine_lost")
+    asked = [int(name.partition(".")[0]) for name, _ in engine.requests]
+    assert [rig.ledger.crashes(uid) for uid in asked] == [1] * len(asked)
+    run.cancel()
+
+
+async def test_an_engine_that_is_retired_gets_nothing_more_and_its_groups_are_trained() -> None:
+    leaving, staying = (FakeEngine(lengths=(low, 8), token_delay_s=0.01) for low in (1, 8))
+    config = run_config(asynchrony={"max_staleness": 5}, rollout={"concurrent_samples_per_replica": 4})
+    rig = Rig(config, engines=[leaving, staying])
+    run = asyncio.create_task(rig.rollouter.run())
+    await settle(lambda: bool(leaving.requests))
+    retired = asyncio.create_task(rig.rollouter.remove_engine("engine 0", "engine_retired", 5.0))
+    await asyncio.sleep(0)
+    asked = len(leaving.requests)
+    assert await rig.train() == 5
+    await asyncio.gather(run, retired)
+    assert (len(leaving.requests), leaving.aborted) == (asked, [])
+    assert "dropped/engine_retired" not in rig.ledger.counts()
 
 
 async def test_engines_that_all_fail_end_the_run() -> None:

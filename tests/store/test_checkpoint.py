@@ -131,6 +131,14 @@ def test_old_commits_and_left_overs_are_deleted(store: ObjectStore, tmp_path: Pa
     assert all(key.startswith("runs/run/checkpoints/00000005/") for key in keys)
 
 
+def test_an_upload_that_broke_off_takes_no_place_among_those_that_stay(weed: ObjectStore, tmp_path: Path) -> None:
+    commit(weed, tmp_path, 1)
+    with pytest.raises(Crash):
+        commit(CrashingStore(weed, 2), tmp_path, 2)
+    commit(weed, tmp_path, 3)
+    assert Checkpoints(weed, "run", 2).versions() == [3, 1]
+
+
 def test_committing_a_version_again_replaces_it(weed: ObjectStore, tmp_path: Path) -> None:
     commit(weed, tmp_path, 1)
     folder = write_parts(tmp_path / "made", 9)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError
+from tidemill.protocols import Answer, Evaluation
 from tidemill.run_file import parse_config
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.object_store import ObjectStore
-from tidemill.store.restart import IDENTITY, check_fit, check_identity, identity
+from tidemill.store.restart import IDENTITY, Restart, check_fit, check_identity, find_restart, identity
+from tidemill.train.trainer import Position
+
+
+def restart_of(config: RunConfig) -> Restart:
+    position = Position(step=7, version=3, groups=112, response_tokens=900, max_age=1, seconds=12.5, unsynced=1)
+    before = Evaluation(0, 0.25, (Answer("3 + 4", "8", "7", 0.0), Answer("1", "1", None, 0.5)), {"too_long": 1})
+    return Restart(position, {"cursor": 120, "waiting": [3, 9]}, "mlflow-run", identity(config), before)
 
 
 def changed(config: RunConfig, override: str) -> RunConfig:
@@ -71,6 +80,23 @@ def test_the_fit_is_seen_from_the_state_alone(addition: RunConfig, store: Object
         check_fit(changed(addition, "algorithm.kl_coef=0.5"), checkpoints)
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never': allowed is auto"):
         check_fit(changed(addition, "checkpoint.resume=never"), checkpoints)
+
+
+def test_a_restart_reads_back_from_json(addition: RunConfig) -> None:
+    restart = restart_of(addition)
+    assert Restart.from_state(json.loads(json.dumps(restart.to_state()))) == restart
+    restart.check(addition)
+
+
+def test_the_newest_commit_is_what_a_run_goes_on_from(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(store, addition.name, 2)
+    assert find_restart(addition, checkpoints) is None
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    restart = restart_of(addition)
+    checkpoints.commit(3, tmp_path, restart.to_state())
+    assert find_restart(addition, checkpoints) == restart
+    with pytest.raises(ConfigError, match=r"^algorithm\.clip_low"):
+        find_restart(changed(addition, "algorithm.clip_low=0.1"), checkpoints)
 
 
 def test_the_documentation_says_what_may_not_change() -> None:

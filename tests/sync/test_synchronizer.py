@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,15 @@ async def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> Non
     assert list((tmp_path / "shm").iterdir()) == []
 
 
+async def test_weights_that_turn_out_not_to_fit_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    async def full(path: Path) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    publisher = Synchronizer([FakeEngine()], SyncConfig(), MemoryOutbox(tmp_path / "shm", full), uniform, CANARY)
+    with pytest.raises(SyncError, match=r"an unknown number of bytes needed, .* enlarge /dev/shm"):
+        await publisher.publish(1, "keep")
+
+
 async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_ones(tmp_path: Path) -> None:
     publisher, late = synchronizer(tmp_path, FakeEngine()), FakeEngine()
     await publisher.publish(4, "keep")
@@ -377,6 +388,17 @@ async def test_the_gap_of_an_engine_that_joined_is_told_with_the_next_version(tm
     late.shift = 0.0
     gaps = [(await publisher.publish(version, "keep"))["sync/canary_gap"] for version in (5, 6)]
     assert gaps == pytest.approx([0.005, 0.0], abs=1e-6)
+
+
+async def test_an_engine_that_joins_when_the_run_ends_is_asked_nothing(tmp_path: Path) -> None:
+    publisher, late = synchronizer(tmp_path, FakeEngine()), Gated()
+    await publisher.publish(4, "keep")
+    joining = asyncio.create_task(publisher.late_join("engine 1", late))
+    await asyncio.sleep(0)
+    joining.cancel()
+    await asyncio.wait([joining])
+    gc.collect()  # a call that was made and not begun would be told of now, as a warning
+    assert (joining.cancelled(), late.asked.is_set()) == (True, False)
 
 
 async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_masked_token_is_context_and_no_target() -> None:
 
 
 def test_every_target_keeps_the_version_that_sampled_it() -> None:
-    spans = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2), VersionSpan(7, 2, 4))
+    spans = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2), VersionSpan(6, 2, 3), VersionSpan(7, 3, 4))
     partial = replace(make_rollout([20, 21, 22, 23], mask=[1, 1, 0, 1]), versions=spans)
     group = make_group(0, [50], partial, make_rollout([10, 11]))
     batch = MicroBatch.of([row for copy in (group, group) for row in pack_group(copy, ONES[:2], 99)])

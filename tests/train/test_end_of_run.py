@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from rollout_rig import run_config
 
+from tidemill.errors import StoreError
 from tidemill.observe.events import EventLog
 from tidemill.run import Run
 from tidemill.train.stop import Stop
@@ -30,6 +32,16 @@ class End:
         self.done.append(f"export {version}")
         return "s3://bucket/model"
 
+    async def upload(self, error: Exception | None) -> str:
+        await asyncio.sleep(0.01)
+        if error is not None:
+            raise error
+        self.done.append("uploaded")
+        return "s3://bucket/checkpoint"
+
+    async def close(self) -> None:
+        self.done.append("closed")
+
     def phase(self, name: str) -> None:
         pass
 
@@ -49,4 +61,16 @@ async def test_who_is_in_a_hurry_commits_and_exports_nothing(
         run, parts = Run(run_config(), None, log, stop), SimpleNamespace(ranks=end)
         trainer: Any = end
         assert await run.finish(trainer, parts, end, None) == uri  # type: ignore[arg-type]
+    assert end.done == done
+
+
+@pytest.mark.parametrize(("error", "done"), [(None, ["uploaded", "closed"]), (StoreError("it is away"), ["closed"])])
+async def test_a_run_that_fails_lets_the_checkpoint_on_its_way_arrive(
+    tmp_path: Path, error: Exception | None, done: list[str]
+) -> None:
+    end = End()
+    with EventLog(tmp_path / "events.jsonl") as log:
+        run = Run(run_config(), None, log, Stop())
+        run.upload = asyncio.create_task(end.upload(error))
+        await run.close(end)  # type: ignore[arg-type]
     assert end.done == done

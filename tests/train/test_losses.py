@@ -99,7 +99,8 @@ def test_k3_is_the_kl_divergence_in_expectation() -> None:
 
 def test_kl_penalty_pulls_to_the_reference() -> None:
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    penalty = kl_penalty(log_probs, torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 0.5]), denominator=4.0)
+    penalty, sums = kl_penalty(log_probs, torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 0.5]), denominator=4.0)
+    assert sums["reference"].item() == pytest.approx(math.e - 2)
     assert penalty.item() == pytest.approx(0.5 * (math.e - 2) / 4)  # r = e: (e - 1) - 1
     penalty.backward()
     assert log_probs.grad is not None

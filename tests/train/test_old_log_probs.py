@@ -19,7 +19,7 @@ from tidemill.records import Group, Rollout, VersionSpan
 from tidemill.sections import AlgorithmConfig
 from tidemill.train.batch import MicroBatch, step_denominator
 from tidemill.train.policy import PolicyRank
-from tidemill.train.trainer import renamed
+from tidemill.train.trainer import renamed, together
 
 VERSION, STEPS = 4, 3
 MODES: dict[str, dict[str, Any]] = {
@@ -282,6 +282,19 @@ def test_a_mode_reports_what_it_has_also_in_a_skipped_step(llama: Path, mode: st
     for batches in (batches_for(groups)[0], [MicroBatch.of([])]):
         found = rank.update(batches, 50.0, VERSION)
         assert {name.removeprefix("correction/") for name in found if name.startswith("correction/")} == names
+
+
+def test_a_skipped_step_does_not_raise_the_largest_weight(llama: Path) -> None:
+    rank = rank_of(llama, "exact")
+    groups = [sampled_by(rank.model, group) for group in random_groups(2)]
+    likelier = [
+        Group(g.prompt, tuple(replace(r, log_probs=r.log_probs + np.float32(0.5)) for r in g.rollouts)) for g in groups
+    ]
+    found = [rank.update(batches, 50.0, VERSION) for batches in (batches_for(likelier)[0], [MicroBatch.of([])])]
+    assert found[0]["correction/weight_max"] == pytest.approx(np.exp(-0.5), rel=1e-3)
+    assert together([renamed(report) for report in found])["correction/weight_max"] == pytest.approx(
+        np.exp(-0.5), rel=1e-3
+    )
 
 
 def test_every_number_is_documented(llama: Path) -> None:

@@ -54,7 +54,7 @@ def plain_gradients(rank: PolicyRank, groups: list[Group], advantages: list[Floa
             if rank.reference is not None:
                 with torch.no_grad():
                     reference = plain_log_probs(rank.reference.model, group, rollout)
-                loss = loss + a.kl_coef * kl_penalty(new, reference, weights, denominator=denominator)
+                loss = loss + a.kl_coef * kl_penalty(new, reference, weights, denominator=denominator)[0]
             loss.backward()
     return {name: parameter.grad.clone() for name, parameter in rank.parameters.items()}
 
@@ -175,6 +175,23 @@ def test_the_gradient_is_clipped_to_the_bound_and_the_norm_before_is_reported(
     assert rank.update(batches, denominator)["grad_norm"] == pytest.approx(found, rel=1e-4)
     assert found > 0.125
     assert stepped == pytest.approx([min(found, limit)], rel=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_the_distance_to_the_reference_is_reported_as_a_mean_over_all_tokens(llama: Path, aggregation: str) -> None:
+    rank = make_rank(llama, AlgorithmConfig.model_validate({"kl_coef": 0.5, "aggregation": aggregation}))
+    groups, plain = random_groups(3), make_rank(llama)
+    with torch.no_grad():
+        for parameter in rank.parameters.values():
+            parameter.mul_(1.05)
+    advantages = random_advantages(groups)
+    advantages[0][:] = 0  # its tokens count too
+    (batches,) = batches_of(groups, advantages, 60, aggregation=aggregation, keep_all=True)
+    gap = np.concatenate(plain.log_probs(batches)) - np.concatenate(rank.log_probs(batches))
+    found = rank.update(batches, step_denominator(groups, rank.algorithm.aggregation))
+    assert found["kl/reference"] == pytest.approx((np.expm1(gap) - gap).mean(), rel=1e-4)
+    assert found["kl/reference"] > 1e-4
+    assert "kl/reference" not in plain.update(batches, 1e3)
 
 
 def test_updates_make_good_responses_likelier(llama: Path) -> None:

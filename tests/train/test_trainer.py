@@ -102,7 +102,8 @@ async def test_every_step_consumes_a_full_batch_and_publishes_the_next_version()
     await fit(trainer, rig)
     assert trainer.position.step == trainer.position.version == 5
     assert trainer.publisher.versions == [1, 2, 3, 4, 5]
-    assert trainer.position.groups == rig.ledger.trained_count == 20
+    assert trainer.position.groups == rig.ledger.trained_count == rig.queue.trained == 20
+    assert rig.queue.leases == {}  # all acknowledged
 
 
 async def test_what_trainer_and_engines_did_is_reported_after_every_step() -> None:
@@ -267,6 +268,28 @@ async def test_the_steps_of_a_run_can_be_taken_together() -> None:
     for metrics in trainer.observer.steps:
         assert metrics["throughput/tokens_per_second"] == metrics["response/tokens"] / metrics["time/step"]
     assert run["throughput/tokens_per_second"] == pytest.approx(run["response/tokens"] / run["time/step"])
+
+
+async def test_a_step_counts_its_mini_batches_also_a_last_one_that_is_not_full() -> None:
+    config = run_config(
+        data={"train": "x.jsonl", "epochs": 1},
+        asynchrony={"require_batches": 2},
+        trainer={"steps": 20, "ppo_mini_batch_size": 2},
+    )
+    trainer = make_trainer(rig := Rig(config, rows=9))
+    losses = iter([1.0, 2.0, 3.0, 4.0, 10.0])
+
+    async def update(batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int) -> Mapping[str, float]:
+        return {"loss": next(losses), "grad_norm": 1.0}
+
+    trainer.ranks.update = update
+    await fit(trainer, rig)
+    assert [metrics["update/count"] for metrics in trainer.observer.steps] == [2, 2, 1]
+    assert [metrics["loss/policy"] for metrics in trainer.observer.steps] == [1.5, 3.5, 10]
+    aggregator = MetricsAggregator()
+    for metrics in trainer.observer.steps:
+        aggregator.add(metrics)
+    assert aggregator.result()["loss/policy"] == (1 + 2 + 3 + 4 + 10) / 5
 
 
 async def test_the_largest_age_of_a_run_is_that_of_its_oldest_token() -> None:

@@ -159,6 +159,17 @@ async def test_the_last_sync_of_a_run_that_is_stopped_does_not_overtake_one_eith
     assert [member.adopted for member in school.crew.members] == [[0, 1, 2], [0, 1, 2]]
 
 
+async def test_a_run_that_is_stopped_waits_for_the_score_of_the_step_under_way(tmp_path: Path) -> None:
+    school = School(tmp_path, "blocking")
+
+    async def stop() -> None:
+        school.trainer.stop.ask("enough")
+
+    school.hooks = {2: stop}
+    await school.run(steps=3)
+    assert school.scores == [(3, 3, 3)]
+
+
 @pytest.mark.parametrize(("mode", "trigger", "asked"), [("blocking", 1, 3), ("concurrent", 1, 3), ("concurrent", 4, 4)])
 async def test_a_run_that_ends_in_a_hurry_waits_for_no_score(
     tmp_path: Path, mode: str, trigger: int, asked: int

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from tidemill.actors.call import IO, call
+from tidemill.actors.call import IO, MEND, call
 from tidemill.actors.placement import rank_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
@@ -27,13 +27,14 @@ from tidemill.store.object_store import ObjectStore
 from tidemill.store.once import bring_once, forget
 from tidemill.store.server import open_store
 from tidemill.sync.manifest import weights_prefix
-from tidemill.sync.outbox import Publication, check_room
+from tidemill.sync.outbox import Publication, check_room, room_in
 from tidemill.sync.publisher import WeightPublisher
 from tidemill.train.batch import MicroBatch
 
 if TYPE_CHECKING:
     from tidemill.train.policy import PolicyRank
 
+CONCURRENCY_GROUPS = {IO: 1, MEND: 1}
 IO_TIMEOUT_S = 3600.0  # of a checkpoint or a model on its way to or from the store
 
 
@@ -102,15 +103,16 @@ class RankActor:
         folder.mkdir(parents=True, exist_ok=True)
         check_room(folder, self.publisher.nbytes)
         path = folder / f"rank-{self.rank}.safetensors"
-        with timings.phase("sync_write"):
+        with timings.phase("sync_write"), room_in(folder, self.publisher.nbytes):
             self.export(str(path))
         with timings.phase("sync_upload"), self.store() as store:
             self.check_lease(store)
             publication = self.publisher.publish(store, version, path)
         return replace(publication, metrics={**publication.metrics, **timings.metrics()})
 
+    @ray.method(concurrency_group=MEND)
     def republish_weights(self) -> Publication:
-        """Upload the newest version again, as a full snapshot."""
+        """Upload the newest version again, as a full snapshot; no other publication is made meanwhile."""
         with self.store() as store:
             self.check_lease(store)
             return self.publisher.snapshot(store)
@@ -245,7 +247,7 @@ def start_ranks(config: RunConfig, model_path: str | None, claim: Claim | None =
     # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise; threads that spin would take the cores from the engines.
     threads = config.trainer.threads or len(os.sched_getaffinity(0))
     options = rank_place(config).options({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
-    shell = ray.remote(concurrency_groups={IO: 1}, **options)(RankActor)
+    shell = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, **options)(RankActor)
     actors = tuple(shell.remote(config, model_path, rank, claim) for rank in range(config.trainer.ranks))
     return RemoteRanks(actors, config.trainer.get_timeout_s)
 

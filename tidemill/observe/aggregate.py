@@ -78,6 +78,7 @@ RULES: Mapping[str, Rule] = {
     "ratio/mean": PER_TRAINED_TOKEN,
     "ratio/clip_fraction": PER_TRAINED_TOKEN,
     "kl/old_new": PER_TRAINED_TOKEN,
+    "kl/reference": PER_TRAINED_TOKEN,
     "correction/old_rollout_gap": PER_TRAINED_TOKEN,
     "correction/weight_mean": PER_TRAINED_TOKEN,
     "correction/weight_max": MAX,

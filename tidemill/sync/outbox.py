@@ -90,12 +90,8 @@ class MemoryOutbox:
 
     async def _fill_spare(self, version: int) -> None:
         """Have the trainer write its weights there."""
-        try:
+        with room_in(self._folder, self._nbytes):
             self._nbytes = await self._export(self._spare)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise no_room(self._folder, self._nbytes) from error
         if not self._spare.is_file() or self._spare.stat().st_size != self._nbytes:
             raise SyncError(f"the export of version {version} announced {self._nbytes} bytes and left another file")
 
@@ -187,6 +183,21 @@ def check_room(folder: Path, nbytes: int) -> None:
     """
     if shutil.disk_usage(folder).free < nbytes:
         raise no_room(folder, nbytes)
+
+
+@contextmanager
+def room_in(folder: Path, nbytes: int) -> Iterator[None]:
+    """Say what to do where the weights that the body writes turn out not to fit.
+
+    Raises:
+        SyncError: as `check_room`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise no_room(folder, nbytes) from error
 
 
 def no_room(folder: Path, nbytes: int) -> SyncError:

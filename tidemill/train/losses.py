@@ -67,7 +67,9 @@ def ppo_clip(
     return loss, sums
 
 
-def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, weights: Tensor, *, denominator: float) -> Tensor:
+def kl_penalty(
+    log_probs: Tensor, reference_log_probs: Tensor, weights: Tensor, *, denominator: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The k3 estimate of KL(policy || reference), `sum(weight * k3) / denominator`.
 
     As in GRPO (Shao et al. 2024, arXiv:2402.03300, equation 4); the samples count as the policy's.
@@ -77,9 +79,12 @@ def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, weights: Tensor, 
         reference_log_probs: `[K]` of the frozen reference.
         weights: `[K]`.
         denominator: of the whole optimizer step.
+
+    Returns:
+        The scalar, and over tokens the sum `reference` of the estimates, unweighted.
     """
-    log_ratio = (reference_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (weights * k3(log_ratio)).sum() / denominator
+    estimates = k3((reference_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return (weights * estimates).sum() / denominator, {"reference": estimates.detach().sum()}
 
 
 def k3(log_ratio: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class PolicyRank:
         Raises:
             RunError: the gradient is not finite; the parameters are untouched.
         """
-        timings, tally, rate = Timings(), Tally(self.algorithm.old_log_prob), self.learning_rate()
+        timings, tally, rate = Timings(), Tally(self.algorithm), self.learning_rate()
         self.start.enter(version)
         for batch, start in zip(micro_batches, self.start_log_probs(micro_batches, timings), strict=True):
             if len(batch.targets):
@@ -158,7 +158,7 @@ class PolicyRank:
     def loss(
         self, batch: MicroBatch, denominator: float, start: Float32Array | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch, the sums of `ppo_clip` and those of the correction.
+        """The loss of one micro-batch, the sums of `ppo_clip`, of `kl_penalty` and those of the correction.
 
         Args:
             batch: of which a loss is computed.
@@ -187,7 +187,8 @@ class PolicyRank:
         if self.reference is not None:
             with torch.no_grad():
                 reference = self.forward(self.reference, batch)
-            loss = loss + algorithm.kl_coef * kl_penalty(log_probs, reference, weights, denominator=denominator)
+            penalty, distance = kl_penalty(log_probs, reference, weights, denominator=denominator)
+            loss, sums = loss + algorithm.kl_coef * penalty, sums | distance
         return loss, sums | correction
 
     def old_log_probs(self, batch: MicroBatch, present: Tensor, sampled: Tensor, start: Float32Array | None) -> Tensor:

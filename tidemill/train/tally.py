@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill.sections import OldLogProb
+from tidemill.sections import AlgorithmConfig, OldLogProb
 from tidemill.train.world import World
 
 SUMS = ("loss", "tokens", "ratio", "clipped", "kl")
@@ -17,11 +17,13 @@ CORRECTION_SUMS: Mapping[OldLogProb, tuple[str, ...]] = {
     "version_start": ("gap",),
     "decoupled": ("gap", "weight", "truncated"),
 }
+REFERENCE_SUMS = ("reference",)
 # Sums that are reported as a mean over the tokens, and what that is where there is no token.
 MEANS = {
     "ratio": ("ratio/mean", 1.0),
     "clipped": ("ratio/clip_fraction", 0.0),
     "kl": ("kl/old_new", 0.0),
+    "reference": ("kl/reference", 0.0),
     "gap": ("correction/old_rollout_gap", 0.0),
     "weight": ("correction/weight_mean", 1.0),
     "truncated": ("correction/truncated_ratio", 0.0),
@@ -31,8 +33,8 @@ MEANS = {
 class Tally:
     """Running sums, the same ones on every rank whatever its share of the tokens is."""
 
-    def __init__(self, mode: OldLogProb) -> None:
-        self.names = SUMS + CORRECTION_SUMS[mode]
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self.names = SUMS + CORRECTION_SUMS[algorithm.old_log_prob] + (REFERENCE_SUMS if algorithm.kl_coef else ())
         self.sums = torch.zeros(len(self.names), dtype=torch.float64)
         self.weight_max = torch.zeros(1, dtype=torch.float64)
 
@@ -63,5 +65,5 @@ class Tally:
             if name in totals
         }
         if "weight" in totals:
-            means["correction/weight_max"] = self.weight_max.item() if tokens else 1.0
+            means["correction/weight_max"] = self.weight_max.item()  # 0 without a token: below that of any other step
         return {"loss": totals["loss"], "tokens": tokens, "skipped": float(not tokens), **means}
