@@ -158,7 +158,7 @@ def rare_scores(evaluation: EvaluationConfig, trainer: TrainerConfig, asynchrony
     if evaluation.every > versions:
         yield (
             f"evaluation.every = {evaluation.every} is more than the {versions} policy versions of the run: held-out "
-            "prompts are scored before and after training only"
+            "prompts are not scored during training"
         )
 
 

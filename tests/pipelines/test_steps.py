@@ -32,6 +32,8 @@ from tidemill.pipeline.steps import seconds_by_step, step
 from tidemill.run_file import load_config, parse_config
 from tidemill.sections import SyncConfig
 from tidemill.store.checkpoint import open_checkpoints
+from tidemill.store.restart import identity
+from tidemill.store.server import embedded_store
 
 BAD = "name: probe"
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
@@ -306,6 +308,22 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
     with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
         validated(text)
     validated(addition.to_yaml())
+
+
+def test_settings_that_a_checkpoint_in_a_store_elsewhere_does_not_fit_are_refused_first(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with embedded_store(tmp_path / "elsewhere") as server:
+        monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", server.access_key)
+        monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", server.secret_key)
+        run = parse_config(changed(addition, f"store.endpoint={server.endpoint}"))
+        (tmp_path / "parts").mkdir()
+        (tmp_path / "parts/model.safetensors").touch()
+        with open_checkpoints(run) as checkpoints:
+            checkpoints.commit(1, tmp_path / "parts", {"identity": identity(run)})
+        validated(changed(run, "trainer.steps=30"))
+        with pytest.raises(ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, with which addition was"):
+            validated(changed(run, "asynchrony.max_staleness=2"))
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(addition: RunConfig) -> None:

@@ -24,11 +24,12 @@ from tidemill.rollout.prompts import as_text, take
 from tidemill.rollout.rewards import first_number, resolve
 from tidemill.rollout.sources import Row, load_rows
 from tidemill.sections import DataConfig, RewardConfig
-from tidemill.store.checkpoint import has_checkpoints, open_checkpoints
+from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.locate import Locator
 from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.restart import check_fit
+from tidemill.store.server import store_folder
 from tidemill.store.smollm2 import SMOLLM2
 from tidemill.store.weed import find_binary
 
@@ -250,9 +251,10 @@ def check_restart(config: RunConfig) -> None:
         CheckpointError: there are some and none is intact.
         StoreError: the store cannot be reached.
     """
-    if has_checkpoints(config):
-        with open_checkpoints(config) as checkpoints:
-            check_fit(config, checkpoints)
+    if config.store.endpoint == "embedded" and not store_folder(config.output).is_dir():
+        return  # and no server is started to see that
+    with open_checkpoints(config) as checkpoints:
+        check_fit(config, checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
