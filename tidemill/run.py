@@ -261,9 +261,9 @@ class Run:
 
     async def settle(self) -> None:
         """Wait for the upload under way; its failure is the run's."""
-        if self.upload is not None:
-            self.checkpoint_uri = await asyncio.wait_for(self.upload, UPLOAD_TIMEOUT_S)
-            self.upload = None
+        upload, self.upload = self.upload, None  # told once, also where it failed and the run is closed for that
+        if upload is not None:
+            self.checkpoint_uri = await asyncio.wait_for(upload, UPLOAD_TIMEOUT_S)
 
     def summarise(
         self,

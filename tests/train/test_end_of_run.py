@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rollout_rig import run_config
 
+from tidemill import run as run_module
 from tidemill.errors import StoreError
 from tidemill.observe.events import EventLog
 from tidemill.protocols import Answer, Evaluation
@@ -77,6 +78,22 @@ async def test_a_run_that_fails_lets_the_checkpoint_on_its_way_arrive(
         run.upload = asyncio.create_task(end.upload(error))
         await run.close(end)  # type: ignore[arg-type]
     assert end.done == done
+
+
+async def test_an_upload_that_takes_too_long_is_told_once_and_does_not_hide_why_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "UPLOAD_TIMEOUT_S", 0.01)
+    end = End()
+    with EventLog(tmp_path / "events.jsonl") as log:
+        run = Run(run_config(), None, log, Stop())
+        run.upload = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError):
+            try:
+                await run.settle()
+            finally:
+                await run.close(end)  # type: ignore[arg-type]
+    assert end.done == ["closed"]
 
 
 @dataclass
