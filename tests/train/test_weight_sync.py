@@ -63,6 +63,20 @@ async def test_on_policy_the_trainer_waits_for_groups_of_the_version_it_has_expo
     assert set(loop.ages) == {0}
 
 
+@pytest.mark.parametrize("seconds", [0.999, 3.0])
+async def test_the_deadline_of_a_batch_leaves_out_an_adoption_that_generation_waits_for(seconds: float) -> None:
+    asynchrony = {"max_staleness": 0}
+    config = run_config(asynchrony=asynchrony, trainer={"steps": 3, "get_timeout_s": 1.0})
+    loop = Loop(Rig(config, token_delay_s=0.1))
+
+    async def slowly(version: int) -> None:
+        await asyncio.sleep(seconds)
+
+    loop.adopting = slowly
+    await loop.fit()
+    assert loop.position.step == 3
+
+
 async def test_an_adoption_that_fails_ends_the_run_at_once() -> None:
     """Not when the batch that cannot come any more is missed."""
     config = run_config(trainer={"steps": 9, "get_timeout_s": 1000.0})

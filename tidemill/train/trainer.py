@@ -230,9 +230,9 @@ class Trainer:
     async def get_groups(self) -> Lease[Any]:
         """Lease a full batch; what the queue sweeps for its age on the way is issued again.
 
-        The waiting is what `idle/trainer` counts.
+        The waiting is what `idle/trainer` counts. What generation waits for itself, an adoption, has its own deadline.
         """
-        count, limit = self.config.required_samples, self.config.trainer.get_timeout_s
+        count, limit, adopting = self.config.required_samples, self.config.trainer.get_timeout_s, self.syncs.under_way
         try:
             async with asyncio.timeout(limit):
                 while True:
@@ -242,6 +242,9 @@ class Trainer:
                     if lease.deliveries or lease.ended:
                         return lease
         except TimeoutError as error:
+            if adopting:
+                await self.syncs.settle()
+                return await self.get_groups()
             state = {**await self.queue.stats(), **await self.generation.stats()}
             raise RunError(
                 f"no batch of {count} groups within trainer.get_timeout_s = {limit} s; "

@@ -48,6 +48,11 @@ class WeightSync:
     _adoption: asyncio.Task[None] | None = field(default=None, repr=False)
     _reports: list[Mapping[str, float]] = field(default_factory=list)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether engines have not adopted the newest version yet."""
+        return self._adoption is not None and not self._adoption.done()
+
     async def begin(self, version: int) -> None:
         """Publish the trainer's weights; returns when they may change, and all engines have the version before."""
         await self.settle()
