@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,12 @@ async def export(path: Path) -> int:
 
 @dataclass
 class Crew:
-    """A rollouter, a trainer that counts, and a fleet of fakes."""
+    """A rollouter, a trainer that counts, and a fleet of fakes.
+
+    Attributes:
+        export, score: of the trainer's weights.
+        state, version: of the ledger and the engines, where a run goes on.
+    """
 
     folder: Path
     engines: int = 2
@@ -118,14 +123,26 @@ class Crew:
     start_timeout_s: float = 5.0
     held_out: PromptSet | None = None
     elasticity: Elasticity | None = None
+    export: Callable[[Path], Awaitable[int]] = export
+    score: Callable[[Int32Array], Awaitable[Float32Array]] = uniform
+    rows: int = 200
+    state: Mapping[str, Any] | None = None
+    version: int = 0
 
     def __post_init__(self) -> None:
         self.members = [FakeMember(number) for number in range(self.engines)]
         self.started: list[FakeMember] = []
         self.notices: list[str] = []
-        self.rig = Rig(run_config(**self.options), rows=200, engines=list(self.members), held_out=self.held_out)
-        outbox = MemoryOutbox(self.folder / "shm", export)
-        self.synchronizer = Synchronizer(self.members, SyncConfig(timeout_s=0.5), outbox, uniform, CANARY)
+        self.rig = Rig(
+            run_config(**self.options),
+            rows=self.rows,
+            engines=list(self.members),
+            held_out=self.held_out,
+            state=self.state,
+            version=self.version,
+        )
+        outbox = MemoryOutbox(self.folder / "shm", self.export)
+        self.synchronizer = Synchronizer(self.members, SyncConfig(timeout_s=0.5), outbox, self.score, CANARY)
         self.fleet = Fleet(
             self.members,
             self.begin,

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 from fleet_rig import Crew, FakeMember
 from rollout_rig import held_out
 
 from tidemill.errors import EngineError, EngineLostError
-from tidemill.protocols import Evaluation, PauseMode, Sampling, WeightUpdate
-from tidemill.records import Completion, Float32Array, Int32Array
+from tidemill.observe.timings import Timings
+from tidemill.protocols import Evaluation, Loads, PauseMode, Sampling, WeightUpdate
+from tidemill.records import Completion, Float32Array, Group, Int32Array
 from tidemill.rollout import fleet as fleet_module
 from tidemill.rollout.elasticity import VERSIONS, Elasticity
+from tidemill.task_group import task_group
+from tidemill.train.batch import MicroBatch
+from tidemill.train.stop import Stop
+from tidemill.train.trainer import Metrics, Position, Trainer
 from tidemill.train.validation import Mode, Validation
 
 pytestmark = pytest.mark.own_time
@@ -124,3 +132,232 @@ async def test_whatever_becomes_of_engines_no_group_is_lost_or_too_old_and_none_
     assert max(crew.rig.ages) <= 2
     assert troubled.scored == [(step, step) for step, _ in troubled.scored]
     assert all(member.ended for member in [*crew.members, *crew.started] if member not in crew.fleet.members)
+
+
+ROWS = 60
+End = Literal["steps", "data", "stop", "hurry"]
+
+
+class Reader(Unsteady):
+    """Reads the weights of a version, and computes from them."""
+
+    weights = b""
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        await super().update_weights(update, mode)
+        self.weights = Path(update.path).read_bytes()
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        await super().score(token_ids)
+        return scores(self.weights, token_ids)
+
+
+def scores(weights: bytes, token_ids: Int32Array) -> Float32Array:
+    """Others for every other weights."""
+    return np.full(len(token_ids) - 1, -float(weights), dtype=np.float32)
+
+
+@dataclass(repr=False)
+class Lesson:
+    """A whole run whose engines are killed at random while the trainer learns on; its ranks and its observer.
+
+    The weights are the number of the optimizer steps that made them.
+
+    Attributes:
+        done: optimizer steps.
+        exporting: whether the weights must not change.
+        taken: groups of each step.
+        commits: position and ledger after each version.
+    """
+
+    folder: Path
+    options: dict[str, Any]
+    draw: random.Random
+    end: End
+    commits: list[tuple[Position, Mapping[str, Any]]] = field(default_factory=list)
+    start: tuple[Position, Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.made = type("Drawn", (Reader,), {"draw": self.draw})
+        position, state = self.start or (Position(), None)
+        self.exporting = False
+        self.taken, self.ages, self.scored = dict[int, list[int]](), list[int](), list[tuple[int, int]]()
+        self.versions, self.metrics = dict[int, int](), list[Metrics]()
+        self.stop = Stop()
+        self.crew = Crew(
+            self.folder,
+            start=self.made,
+            options=self.options,
+            held_out=held_out(4),
+            elasticity=Elasticity(1, 4),
+            export=self.export,
+            score=self.score,
+            rows=ROWS,
+            state=state,
+            version=position.version,
+        )
+        for member in self.crew.members:
+            member.__class__ = self.made
+        rig = self.crew.rig
+        self.done = position.step * rig.config.asynchrony.require_batches
+        self.trainer = Trainer(
+            rig.config,
+            rig.queue,
+            rig.rollouter,
+            self,
+            self.crew.fleet,
+            self,
+            self.commit,
+            replace(position),
+            self.stop,
+        )
+
+    @property
+    def trained(self) -> list[int]:
+        return [uid for uids in self.taken.values() for uid in uids]
+
+    async def pause(self, *seconds: float) -> None:
+        await asyncio.sleep(self.draw.choice(seconds))
+
+    async def export(self, path: Path) -> int:
+        self.exporting = True
+        path.write_bytes(b"")
+        await self.pause(0, 0.001, 0.02)
+        return path.write_bytes(b"%06d" % self.done)
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        await self.pause(0, 0.001)
+        self.exporting = False
+        return scores(b"%06d" % self.done, token_ids)
+
+    async def update(
+        self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
+    ) -> Mapping[str, float]:
+        assert not self.exporting
+        await self.pause(0, 0.001, 0.01, 0.05)
+        self.done += 1
+        [lease] = self.crew.rig.queue.leases.values()
+        groups = [Group.from_bytes(arrival.delivery.payload) for arrival in lease]
+        self.taken[self.trainer.position.step] = [group.uid for group in groups]
+        self.ages += [version - group.oldest_version for group in groups]
+        return {"loss": 1.0}
+
+    async def commit(self, position: Position) -> None:
+        await self.pause(0, 0.01)
+        assert not self.exporting
+        self.commits.append((position, await self.crew.rig.rollouter.ledger_state()))
+
+    def step_finished(self, position: Position, metrics: Metrics) -> None:
+        self.metrics.append(metrics)
+        self.versions[position.step] = position.version
+        self.crew.fleet.measured(metrics | {"idle/trainer": 0.0, "idle/rollouter": 0.0} | self.load)
+
+    @property
+    def load(self) -> Metrics:
+        """Of several versions in a row."""
+        loads = ({"idle/trainer": 0.5}, {"idle/rollouter": 0.9})
+        return loads[self.trainer.position.step // 8 % 2]
+
+    def synced(self, step: int, metrics: Metrics) -> None:
+        self.metrics.append(metrics)
+
+    def active(self, step: int, timings: Timings, loads: Loads) -> None:
+        """Nothing here draws a timeline."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self.scored.append((step, evaluation.version))
+
+    def notice(self, text: str) -> None:
+        """Who reads it is not here."""
+
+    async def kill(self) -> None:
+        await asyncio.sleep(0.02)
+        while True:
+            await self.pause(0.003, 0.02, 0.05, 0.2)
+            for member in self.crew.fleet.members:
+                match self.draw.randrange(20):
+                    case 0:
+                        member.hangs.set()  # type: ignore[attr-defined]
+                    case 1 | 2:
+                        await member.shutdown()
+
+    async def end_early(self) -> None:
+        if self.end in ("stop", "hurry"):
+            await asyncio.sleep(self.draw.uniform(0.0, 1.0))
+            self.stop.ask("enough", hurry=self.end == "hurry")
+
+    async def run(self) -> None:
+        """As `run.Run` does."""
+        rollouter = self.crew.rig.rollouter
+        async with asyncio.timeout(DEADLINE_S), self.crew.fleet.kept():
+            await self.crew.fleet.publish(self.trainer.position.version, "keep")
+            others = asyncio.create_task(self.kill()), asyncio.create_task(self.end_early())
+            async with task_group() as tasks:
+                tasks.create_task(rollouter.run())
+                await self.trainer.fit()
+                await rollouter.stop()
+            for other in others:
+                other.cancel()
+        await self.commit(self.trainer.position)
+        self.crew.rig.ledger.check()
+
+
+def drawn_options(draw: random.Random, end: End, mode: Mode) -> dict[str, Any]:
+    bound, trigger = draw.choice([0, 1, 1, 2, 3]), draw.choice([1, 1, 2, 3])
+    asynchrony: dict[str, Any] = {"max_staleness": bound, "trigger_parameter_sync_step": trigger}
+    if bound:
+        asynchrony |= {"staleness_strategy": draw.choice(["pace", "drop", "wait"])}
+        asynchrony |= draw.choice([{"pause_mode": mode} for mode in ("keep", "abort", "wait")])
+        asynchrony["partial_rollout"] = asynchrony["pause_mode"] != "wait"
+    asynchrony["require_batches"] = draw.choice([1, 1, 2])
+    return {
+        "data": {"held_out": "y.jsonl", "epochs": 1},
+        "rollout": {"engines": 2},
+        "trainer": {"steps": 100 if end == "data" else 14 // asynchrony["require_batches"]},
+        "asynchrony": asynchrony,
+        "evaluation": {"every": draw.choice([1, 2, 3]), "mode": mode},
+        "checkpoint": {"every": 1},
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("end", ["steps", "data", "stop", "hurry"])
+@pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
+async def test_whatever_becomes_of_engines_while_the_trainer_learns_on_a_run_ends_whole_and_can_go_on(
+    tmp_path: Path, mode: Mode, end: End, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005), ("LOSSES", 1000)):
+        monkeypatch.setattr(fleet_module, name, value)
+    draw = random.Random(f"{mode} {end} {seed}")
+    lesson = Lesson(tmp_path / "first", drawn_options(draw, end, mode), draw, end)
+    await lesson.run()
+    check(lesson)
+    position, ledger = draw.choice(lesson.commits)
+    rest = Lesson(
+        tmp_path / "rest", lesson.options, draw, "data" if end == "data" else "steps", start=(position, ledger)
+    )
+    await rest.run()
+    check(rest)
+    uids = lesson.trained[: position.groups] + rest.trained
+    assert len(uids) == len(set(uids))
+    if end == "data":
+        assert len(uids) + len(rest.crew.rig.ledger.state()["quarantined"]) == ROWS
+    else:
+        assert rest.trainer.position.step == rest.crew.rig.config.trainer.steps
+
+
+def check(lesson: Lesson) -> None:
+    """What holds at the end of a run."""
+    config, position, fleet = lesson.crew.rig.config, lesson.trainer.position, lesson.crew.fleet
+    assert max(lesson.ages, default=0) <= config.asynchrony.max_staleness
+    assert len(lesson.trained) == position.groups - (lesson.start[0].groups if lesson.start else 0)
+    assert list(lesson.versions) == sorted(lesson.versions)
+    assert all(lesson.versions.get(step, version) == version for step, version in lesson.scored)
+    assert all(ledger["trained"] == committed.groups for committed, ledger in lesson.commits)
+    if not lesson.stop.hurry:
+        assert position.unsynced == 0
+        assert lesson.crew.rig.rollouter._admission.version == position.version
+        assert not lesson.trained or any("time/sync_adopt" in metrics for metrics in lesson.metrics)
+        for member in fleet.members:
+            assert member._dead or member.weights == b"%06d" % lesson.done  # type: ignore[attr-defined]
+    assert all(member.ended for member in [*lesson.crew.members, *lesson.crew.started] if member not in fleet.members)
