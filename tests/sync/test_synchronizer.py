@@ -343,6 +343,27 @@ async def test_the_trainer_may_learn_on_as_soon_as_a_version_is_exported_and_is_
     assert asked == [False, False]
 
 
+class Ended(Gated):
+    """Its files are taken away while it adopts, as of an engine that is retired then."""
+
+    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
+        self.asked.set()
+        await self.gate.wait()
+        raise FileNotFoundError("received/v4.safetensors")
+
+
+async def test_an_engine_that_leaves_in_the_middle_of_an_adoption_does_not_fail_it(tmp_path: Path) -> None:
+    stays, leaves = FakeEngine(), Ended()
+    publisher = synchronizer(tmp_path, stays, leaves)
+    publication = asyncio.create_task(publisher.publish(4, "keep"))
+    await leaves.asked.wait()
+    publisher.leave("engine 1")
+    leaves.gate.set()
+    await publication
+    assert await stays.version() == 4
+    assert publisher.take_lost() == {}
+
+
 class Other(FakeEngine):
     """Computes something else."""
 

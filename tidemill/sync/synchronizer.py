@@ -163,7 +163,8 @@ class Synchronizer:
     async def _all(self, engines: dict[str, Engine], call: Callable[[Engine], Awaitable[T]], what: str) -> dict[str, T]:
         """Call engines at once and let all of them end, so that none is left in the middle of an update.
 
-        Those that are lost on the way leave `engines`; the answers are those of the others.
+        Those that are lost on the way leave `engines`; the answers are those of the others. One that `leave` took out
+        meanwhile fails nobody: it is being ended, in the middle of whatever it was asked.
         """
         asked = dict(engines)
         calls = [self._answer(partial(call, engine), what) for engine in asked.values()]
@@ -175,10 +176,12 @@ class Synchronizer:
                 LOG.warning("%s is left out, because it did not %s: %s", name, what, result)
                 engines.pop(name, None)
                 self._lost[name] = result
-            elif isinstance(result, BaseException):
+            elif not isinstance(result, BaseException):
+                answers[name] = result
+            elif name in engines:
                 failures[name] = result
             else:
-                answers[name] = result
+                LOG.warning("%s is at work no more and did not %s: %r", name, what, result)
         if failures:
             text = "; ".join(named(name, error) for name, error in failures.items())
             kind, cause = gravest(list(failures.values()))
