@@ -15,7 +15,7 @@ from own_time import OwnTime
 from rollout_rig import Rig, run_config
 
 from tidemill.errors import SyncError
-from tidemill.fakes import FakeEngine
+from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import WeightUpdate
 from tidemill.train.trainer import Position
 
@@ -75,6 +75,16 @@ async def test_the_deadline_of_a_batch_leaves_out_an_adoption_that_generation_wa
     loop.adopting = slowly
     await loop.fit()
     assert loop.position.step == 3
+
+
+async def test_the_deadline_of_a_batch_is_given_once_where_the_engines_have_adopted() -> None:
+    config = run_config(asynchrony={"max_staleness": 0}, trainer={"steps": 3, "get_timeout_s": 1.0})
+    loop = Loop(Rig(config, faults={uid: Fault("hang") for uid in range(4, 8)}))
+    with pytest.raises(ExceptionGroup) as failure:
+        await loop.fit()
+    [error] = failure.value.exceptions
+    assert str(error).startswith("no batch of 4 groups within trainer.get_timeout_s = 1.0 s")
+    assert 1.0 < asyncio.get_running_loop().time() < 2.0
 
 
 async def test_an_adoption_that_fails_ends_the_run_at_once() -> None:
