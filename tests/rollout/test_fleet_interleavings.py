@@ -308,10 +308,12 @@ def drawn_options(draw: random.Random, end: End, mode: Mode) -> dict[str, Any]:
         asynchrony |= {"staleness_strategy": draw.choice(["pace", "drop", "wait"])}
         asynchrony |= draw.choice([{"pause_mode": mode} for mode in ("keep", "abort", "wait")])
         asynchrony["partial_rollout"] = asynchrony["pause_mode"] != "wait"
+        asynchrony["staleness_threshold"] = draw.choice([None, 0.5])
     asynchrony["require_batches"] = draw.choice([1, 1, 2])
     return {
         "data": {"held_out": "y.jsonl", "epochs": 1},
         "rollout": {"engines": 2},
+        "queue": {"when_full": draw.choice(["block", "block", "drop_oldest"])},
         "trainer": {"steps": 100 if end == "data" else 14 // asynchrony["require_batches"]},
         "asynchrony": asynchrony,
         "evaluation": {"every": draw.choice([1, 2, 3]), "mode": mode},
