@@ -400,6 +400,30 @@ class Damaged:
         """Nothing to free."""
 
 
+class Slow(Damaged):
+    """It takes long to get a version out of it."""
+
+    async def send(self, version: int) -> Publication:
+        await asyncio.sleep(60)
+        return await super().send(version)
+
+
+async def test_the_trainer_learns_on_while_a_version_is_sent() -> None:
+    exported = asyncio.Event()
+    publisher = Synchronizer([FakeEngine()], SyncConfig(), Slow(), uniform, CANARY)
+    publication = asyncio.create_task(publisher.publish(4, "keep", exported.set))
+    await exported.wait()
+    assert asyncio.get_running_loop().time() < 1.0
+    await publication
+
+
+async def test_a_version_that_is_not_sent_in_time_fails_its_publication() -> None:
+    publisher = Synchronizer([FakeEngine()], SyncConfig(timeout_s=0.5), Slow(), uniform, CANARY)
+    late = r"the trainer could not publish version 4 within sync\.timeout_s = 0\.5 s"
+    with pytest.raises(RunError, match=late):
+        await publisher.publish(4, "keep")
+
+
 class Reading(FakeEngine):
     """Cannot read what is damaged, except while the store was well."""
 

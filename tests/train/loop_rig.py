@@ -103,7 +103,7 @@ class Loop:
             await self.adopting(version)
         self.syncs.append(Moment(self.position.version, await self.running(), mode=mode))
         await asyncio.gather(*(e.update_weights(WeightUpdate(version, "", 0), mode) for e in self.rig.engines))
-        return {"time/sync_adopt": 0.0}
+        return {"time/sync_adopt": 1.0}
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.metrics.append(metrics)

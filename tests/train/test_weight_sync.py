@@ -138,10 +138,15 @@ async def test_a_hurry_that_comes_while_an_export_waits_ends_the_wait() -> None:
 
 async def test_what_the_last_version_measured_belongs_to_its_step() -> None:
     loop = Loop(Rig(run_config(asynchrony={"trigger_parameter_sync_step": 2})))
+
+    async def slowly(version: int) -> None:
+        await asyncio.sleep(0.5)
+
+    loop.adopting = slowly
     await loop.fit()
     assert ["time/sync" in metrics for metrics in loop.metrics] == [False, True, False, True, True]
-    assert "time/sync_adopt" in loop.metrics[-1]
-    assert sum("time/sync_adopt" in metrics for metrics in loop.metrics) == len(loop.syncs) == 3
+    assert loop.metrics[-1]["time/sync_adopt"] == 2.0  # the one before ended in that step, too
+    assert sum(metrics.get("time/sync_adopt", 0.0) for metrics in loop.metrics) == len(loop.syncs) == 3
 
 
 async def test_a_run_resumes_from_a_commit_that_was_made_before_the_engines_had_its_version() -> None:
