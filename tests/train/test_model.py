@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconH1Config, FalconH1ForCausalLM
 
 from tidemill.errors import ModelError
 from tidemill.train.model import load_model
@@ -77,4 +77,14 @@ def test_what_packing_would_compute_differently_is_refused(llama: Path, tmp_path
     config = json.loads((llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | setting))
     with pytest.raises(ModelError, match=next(iter(setting))):
+        load_model(tmp_path)
+
+
+def test_a_model_whose_layers_hand_on_a_state_is_refused(tmp_path: Path) -> None:
+    """Its config says nothing of sliding windows or layer types, and an attention mask does not hold its state back."""
+    attention = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8}
+    config = FalconH1Config(vocab_size=97, num_key_value_heads=2, **attention, **mamba)
+    FalconH1ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"layers with a state \(falcon_h1\)"):
         load_model(tmp_path)

@@ -42,8 +42,7 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {error}") from error
-    if model.get_output_embeddings().bias is not None:
-        raise ModelError(f"{folder}: a language model head with a bias is not supported")
+    refuse_architecture(folder, model)
     prepare(model, gradient_checkpointing)
     return model
 
@@ -81,6 +80,24 @@ def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
         raise ModelError(
             f"{folder}: not supported is {settings}; packed training needs full attention and plain logits"
         )
+
+
+def refuse_architecture(folder: Path, model: Any) -> None:
+    """Refuse layers and heads that a packed row would compute differently, whatever the settings are.
+
+    A layer that hands a state from column to column (Mamba, recurrent or linear attention) obeys no attention mask, so
+    that a response would see those that stand before it in the row.
+
+    Raises:
+        ModelError: naming the cause.
+    """
+    if model._is_stateful:
+        kind = model.config.model_type
+        raise ModelError(
+            f"{folder}: layers with a state ({kind}) are not supported; packed training needs full attention"
+        )
+    if model.get_output_embeddings().bias is not None:
+        raise ModelError(f"{folder}: a language model head with a bias is not supported")
 
 
 def remove_dropout(model: nn.Module) -> None:
