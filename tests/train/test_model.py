@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
-from transformers import AutoModelForCausalLM, FalconH1Config, FalconH1ForCausalLM
+from transformers import AutoModelForCausalLM, FalconH1Config, FalconH1ForCausalLM, Gemma3Config
 
 from tidemill.errors import ModelError
 from tidemill.train.model import load_model
@@ -76,6 +76,16 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | Non
 def test_what_packing_would_compute_differently_is_refused(llama: Path, tmp_path: Path, setting: dict) -> None:
     config = json.loads((llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | setting))
+    with pytest.raises(ModelError, match=next(iter(setting))):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"layer_types": ["sliding_attention", "full_attention"]}, {"final_logit_softcapping": 30.0}]
+)
+def test_settings_of_the_language_model_within_another_are_refused_too(tmp_path: Path, setting: dict) -> None:
+    text = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "final_logit_softcapping": None} | setting
+    Gemma3Config(text_config=text).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=next(iter(setting))):
         load_model(tmp_path)
 

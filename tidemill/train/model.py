@@ -34,7 +34,8 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        refuse_unsupported(folder, config.to_dict())
+        # Of a model that sees images too, the settings of the language model lie a level deeper.
+        refuse_unsupported(folder, config.to_dict() | config.get_text_config().to_dict())
         model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
