@@ -121,6 +121,7 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("actor_rollout_ref.rollout.data_parallel_size=2", "tensor-parallel only"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "a divisor of the 8 GPUs"),
         ("async_training.trigger_parameter_sync_step=null", "only a value"),
+        ("actor_rollout_ref.actor.clip_ratio_high=null", "only a value"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=null", "only a number from 0 on"),
         ("trainer.experiment_name=\\${trainer.project_name}_1", "only running the script could tell"),
         ("async_training.staleness_threshold=inf", "only a number from 0 on"),
@@ -230,6 +231,12 @@ def test_any_value_is_taken_over_listed_or_refused(key: str, value: str) -> None
     except ConfigError:
         return
     assert parse_config(printed)
+
+
+def test_a_setting_without_a_value_is_listed() -> None:
+    printed = convert(SMALL, ["trainer.max_actor_ckpt_to_keep=null"], {})
+    assert "#   trainer.max_actor_ckpt_to_keep = None: sets nothing" in printed
+    assert parse_config(printed).checkpoint.keep == config().checkpoint.keep
 
 
 def test_two_settings_that_contradict_each_other_are_refused() -> None:

@@ -365,6 +365,8 @@ DEFAULTS: Mapping[str, Any] = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.2,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384,
     "actor_rollout_ref.actor.use_kl_loss": False,
