@@ -204,6 +204,16 @@ def test_updates_make_good_responses_likelier(llama: Path) -> None:
     assert rank.log_probs(batches)[0].sum() > before
 
 
+def test_weights_decay_by_the_rate_apart_from_their_gradient(llama: Path) -> None:
+    groups, (plain, decaying) = random_groups(2), (make_rank(llama, weight_decay=decay) for decay in (0.0, 0.5))
+    before = {name: parameter.detach().clone() for name, parameter in plain.parameters.items()}
+    for rank in (plain, decaying):
+        rank.update(batches_of(groups, random_advantages(groups), 500)[0], 20.0)
+    for name, value in before.items():
+        decayed = plain.parameters[name] - plain.trainer.learning_rate * 0.5 * value
+        torch.testing.assert_close(decaying.parameters[name], decayed, rtol=0, atol=1e-6)
+
+
 def test_warm_up_is_linear_and_then_constant(llama: Path) -> None:
     rank, groups = make_rank(llama, learning_rate=0.3, warmup_steps=2), random_groups(1)
     (batches,) = batches_of(groups, random_advantages(groups), 500)
