@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +12,9 @@ from typing import Any, Protocol
 
 from tidemill.cluster.local import LocalCluster
 from tidemill.config import RunConfig
-from tidemill.errors import RunError
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
+from tidemill.pipeline.lock import held, label
 from tidemill.pipeline.preflight import check_cluster, check_room, count_weights
 from tidemill.protocols import Evaluation
 from tidemill.store.checkpoint import clear_transit
@@ -90,17 +89,12 @@ def sole_training(config: RunConfig) -> Iterator[None]:
     Raises:
         RunError: another process trains the run.
     """
-    with (config.folder / "train.lock").open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise RunError(
-                f"process {lock.read()} still trains {config.name}: wait for it, or end it, then resume the run"
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+
+    def refusal(holder: str) -> str:
+        return f"process {holder} still trains {config.name}: wait for it, or end it, then resume the run"
+
+    with held(config.folder / "train.lock", refusal) as lock:
+        label(lock, str(os.getpid()))
         yield
 
 
