@@ -168,6 +168,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from decoupled(config)
     yield from held_out(config)
     yield from reward_names(config)
+    yield from folder_name(config)
     yield from without_effect(config)
     yield from model_address(config.model)
     yield from hub_addresses(config.data)
@@ -327,6 +328,19 @@ def reward_names(config: RunConfig) -> Iterator[ConfigError]:
                 "a function whose name has no letters but a to z, because a metric gets it and MLflow takes no others"
             )
             yield ConfigError(f"rewards.{place}.function", reward.function, allowed, "Rename it.")
+
+
+def folder_name(config: RunConfig) -> Iterator[ConfigError]:
+    """A folder of runs whose name means something else to who keeps files in it."""
+    folder = str(config.output.expanduser().absolute())
+    embedded, database = config.store.endpoint == "embedded", config.tracking.uri is None
+    for sign, used, meaning in (
+        (",", embedded, "the embedded store takes what stands around one for two folders"),
+        ("?", database, "MLflow takes it for the end of the file's name"),
+        ("%", database, "MLflow takes it for the code of another letter"),
+    ):
+        if used and sign in folder:
+            yield ConfigError("output", folder, f"a path without {sign!r}: {meaning}", "Name another folder.")
 
 
 def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:
