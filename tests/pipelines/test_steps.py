@@ -304,10 +304,19 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
     text = changed(addition, "checkpoint.resume=never")
     validated(text)
     with open_checkpoints(addition) as checkpoints:
-        checkpoints.commit(1, tmp_path, {})
+        checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
     with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
         validated(text)
     validated(addition.to_yaml())
+
+
+def test_settings_that_a_checkpoint_does_not_fit_are_refused_first(addition: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/model.safetensors").touch()
+    with open_checkpoints(addition) as checkpoints:
+        checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition)})
+    with pytest.raises(ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, with which addition was"):
+        validated(changed(addition, "asynchrony.max_staleness=2"))
 
 
 def test_settings_that_a_checkpoint_in_a_store_elsewhere_does_not_fit_are_refused_first(
