@@ -22,7 +22,16 @@ from tidemill_components.validate import validate
 from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, DataError, EngineError, RewardError, RunError, StoreError, TidemillError
+from tidemill.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    RunError,
+    StoreError,
+    StoreRefusedError,
+    TidemillError,
+)
 from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.observe.report import Summary
@@ -34,6 +43,7 @@ from tidemill.sections import SyncConfig
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.restart import identity
 from tidemill.store.server import embedded_store
+from tidemill.store.weed import folder_keys
 
 BAD = "name: probe"
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
@@ -298,6 +308,27 @@ def test_unreachable_store_is_refused(addition: RunConfig, monkeypatch: pytest.M
     monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "b")
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
         validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
+
+
+def test_store_that_may_only_be_read_is_refused(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, keys = tmp_path / "elsewhere", {"accessKey": "reader", "secretKey": "secret-of-the-reader"}
+    folder.mkdir()
+    owner = folder_keys(folder)
+    identities = json.loads((folder / "s3.json").read_text())["identities"]
+    identities.append({"name": "reader", "credentials": [keys], "actions": ["Read", "List"]})
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+    with embedded_store(folder) as server:
+        text = changed(addition, f"store.endpoint={server.endpoint}")
+        for access, secret in (owner, tuple(keys.values())):
+            monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", access)
+            monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", secret)
+            if access == "reader":
+                with pytest.raises(StoreRefusedError, match=r"runs/addition/probe at .*AccessDenied"):
+                    validated(text)
+            else:
+                validated(text)
 
 
 def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition: RunConfig, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ INTERRUPTED = 130
 def start(config: RunConfig, console: Console) -> int:
     """A new run of these settings; returns the exit status of the command."""
     with exclusive(config.output, config.name) as lock:
-        named = fresh(config)
+        named = fresh(pin_model(config))  # what the alias names now is what the run goes on with
         if named.cluster.provider == "kuberay":
             named = ship(named)  # pods see no file of this machine
         label(lock, holder(named.name))

@@ -202,7 +202,7 @@ def count_weights(folder: Path) -> int:
 
 
 def check_store(config: RunConfig) -> None:
-    """See that the embedded server can be started, or that the configured one answers and lets us write.
+    """See that the embedded server can be started, or that the configured one answers and lets us write and delete.
 
     Raises:
         StoreError, ConfigError: naming the endpoint, the program or the missing key.
@@ -210,7 +210,10 @@ def check_store(config: RunConfig) -> None:
     if config.store.endpoint == "embedded":
         find_binary()
     else:
-        ObjectStore.connect(config.store.endpoint, config.store.bucket, *credentials())
+        store = ObjectStore.connect(config.store.endpoint, config.store.bucket, *credentials())
+        probe = f"runs/{config.name}/probe"
+        store.put_bytes(probe, b"")
+        store.delete(probe)
 
 
 def check_cluster(config: RunConfig) -> None:

@@ -156,11 +156,17 @@ class Checkpoints:
         return self.parse_state(manifest, state.getvalue())
 
     def publish_model(self, version: int, folder: Path) -> str:
-        """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI."""
+        """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI.
+
+        Every file is replaced as a whole, so that the registry's version of a run that goes on stays what it is, also
+        where this breaks off.
+        """
         self.check_lease()
         prefix = f"runs/{self.run_name}/model/{version}"
-        self.store.delete_prefix(prefix)
-        self.store.upload_folder(folder, prefix)
+        uploaded = {stored.key for stored in self.store.upload_folder(folder, prefix)}
+        for item in self.store.list(prefix):
+            if item.key not in uploaded:
+                self.store.delete(item.key)
         return self.store.uri(prefix)
 
     def versions(self) -> list[int]:
