@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, RunError
+from tidemill.errors import ConfigError, ModelError, RunError
 from tidemill.failure import Failure
 from tidemill.local.launch import go_on, start
 from tidemill.local.outcome import (
@@ -34,9 +34,11 @@ from tidemill.local.outcome import (
 )
 from tidemill.local.run_folder import begin, earlier, exclusive, fresh
 from tidemill.run_file import load_config
+from tidemill.sections import StoreConfig
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.mlflow_server import make_client, tracking_uri
 from tidemill.store.restart import identity
+from tidemill.store.server import embedded_store
 from tidemill.store.tracking import Tracker
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +115,17 @@ def test_name_under_which_the_store_has_a_checkpoint_is_not_fresh(example: RunCo
         checkpoints.commit(1, first.folder, {})
     shutil.rmtree(first.folder)
     assert fresh(moved(example, tmp_path / "runs")).name == "addition-2"
+
+
+def test_machines_that_share_a_store_give_no_name_twice(
+    example: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with embedded_store(tmp_path / "shared") as server:
+        monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", server.access_key)
+        monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", server.secret_key)
+        shared = example.model_copy(update={"store": StoreConfig(endpoint=server.endpoint)})
+        names = [fresh(moved(shared, tmp_path / machine)).name for machine in ("one", "two", "one")]
+    assert names == ["addition-1", "addition-2", "addition-3"]
 
 
 def test_versions_of_several_runs_stand_under_one_model(example: RunConfig, tmp_path: Path) -> None:
@@ -302,6 +315,17 @@ def test_new_attempt_forgets_how_the_last_one_ended(addition: RunConfig) -> None
     (addition.folder / "summary.json").write_text("{}")
     begin(addition)
     assert [path.name for path in addition.folder.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+def test_model_that_no_alias_names_is_refused_before_there_is_a_run(
+    addition: RunConfig, screen: Console, empty_mlflow: Path
+) -> None:
+    addition.output.mkdir()
+    shutil.copy(empty_mlflow, addition.output / "mlflow.db")
+    with pytest.raises(ModelError, match="is not in the registry"):
+        start(addition.model_copy(update={"model": "models:/gone@champion"}), screen)
+    assert not (addition.output / "addition-1").exists()
 
 
 def test_start_that_the_lock_refuses_makes_no_folder(addition: RunConfig, screen: Console) -> None:

@@ -23,6 +23,7 @@ from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill.config import RunConfig
 from tidemill.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     EngineError,
@@ -36,7 +37,7 @@ from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.observe.report import Summary
 from tidemill.pipeline.preflight import check_inputs, check_model, check_room, rooms
-from tidemill.pipeline.provider import sole_training
+from tidemill.pipeline.provider import claimed, sole_training
 from tidemill.pipeline.steps import seconds_by_step, step
 from tidemill.run_file import load_config, parse_config
 from tidemill.sections import SyncConfig
@@ -375,6 +376,25 @@ def test_a_run_is_trained_by_one_process_at_a_time(addition: RunConfig) -> None:
             sole_training(addition),
         ):
             pass
+
+
+def test_training_that_began_last_goes_on_in_a_store_that_two_machines_share(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with claimed(addition) as claim:
+        assert claim is None, "its store lies below a folder that is locked"
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/model.safetensors").touch()
+    with embedded_store(tmp_path / "shared") as server:
+        monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", server.access_key)
+        monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", server.secret_key)
+        run = parse_config(changed(addition, f"store.endpoint={server.endpoint}"))
+        with claimed(run) as first, claimed(run) as second:
+            with open_checkpoints(run, second) as checkpoints:
+                checkpoints.commit(1, tmp_path / "parts", {})
+            refused = pytest.raises(CheckpointError, match="attempt 1 of addition commits nothing any more: attempt 2")
+            with open_checkpoints(run, first) as checkpoints, refused:
+                checkpoints.commit(2, tmp_path / "parts", {})
 
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

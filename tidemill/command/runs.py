@@ -82,10 +82,10 @@ def train(arguments: argparse.Namespace) -> int:
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
     config = load_config(arguments.file, [*provider, *arguments.overrides])
     from tidemill.local.attendance import attend
-    from tidemill.run import train as run_train
+    from tidemill.pipeline.provider import train_here
     from tidemill.store.locate import pin_model
 
-    return attend(pin_model(config), run_train, debug=arguments.debug)
+    return attend(pin_model(config), train_here, debug=arguments.debug)
 
 
 def refuse_run_of_this_machine(name: str) -> None:

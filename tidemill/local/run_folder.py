@@ -16,13 +16,13 @@ from tidemill.errors import ConfigError, RunError
 from tidemill.failure import Failure
 from tidemill.pipeline.lock import held, label
 from tidemill.run_file import load_config, parse_config
-from tidemill.store.checkpoint import has_checkpoints
+from tidemill.store.checkpoint import take_name
 
 
 def fresh(config: RunConfig) -> RunConfig:
     """The settings under the first free name `NAME-1`, `NAME-2`, ..., whose folder is made.
 
-    A name is free when there is no folder of it and the store has no checkpoint of it, which would be resumed.
+    A name is free when there is no folder of it and nobody has taken it in the store.
     The model is registered under the name as it was, so that the versions of several runs stand together.
 
     Raises:
@@ -34,7 +34,7 @@ def fresh(config: RunConfig) -> RunConfig:
         tree = config.model_dump(mode="json") | {"name": f"{config.name}-{number}", "output": str(output)}
         tree["registry"]["model"] = config.registered_model
         named = parse_config(yaml.safe_dump(tree))
-        if not named.folder.exists() and has_checkpoints(named):
+        if named.folder.exists() or not take_name(named):
             continue
         try:
             named.folder.mkdir(parents=True)

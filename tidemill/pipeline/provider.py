@@ -18,7 +18,9 @@ from tidemill.pipeline.lock import held, label
 from tidemill.pipeline.preflight import check_cluster, check_room, count_weights
 from tidemill.protocols import Evaluation
 from tidemill.store.checkpoint import clear_transit
+from tidemill.store.lease import Claim, leased, next_claim
 from tidemill.store.locate import Locator, locate_model
+from tidemill.store.server import open_store
 
 
 class Provider(Protocol):
@@ -67,10 +69,7 @@ class MachineProvider:
     def train(self, provisioned: Mapping[str, Any], log: EventLog) -> Summary:
         """Train in this process, which writes to the same log itself."""
         del provisioned, log
-        from tidemill.run import train
-
-        with sole_training(self.config):
-            return train(self.config)
+        return train_here(self.config)
 
     def score(self, summary: Summary) -> Evaluation | None:
         """Ask the exported model in an engine of its own."""
@@ -80,6 +79,26 @@ class MachineProvider:
         """See `Provider.teardown`."""
         LocalCluster(self.config).teardown()
         clear_transit(self.config)
+
+
+def train_here(config: RunConfig) -> Summary:
+    """Train in this process, as the only one of this machine."""
+    from tidemill.run import train
+
+    with sole_training(config), claimed(config) as claim:
+        return train(config, claim=claim)
+
+
+@contextmanager
+def claimed(config: RunConfig) -> Iterator[Claim | None]:
+    """Hold the run's lease in a store that other machines reach too: the training that began last goes on."""
+    if config.store.endpoint == "embedded":  # it lies below a folder that is locked
+        yield None
+        return
+    with open_store(config.store, config.output) as store:
+        claim = next_claim(store, config.name)
+        with leased(store, config.name, claim):
+            yield claim
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 from tidemill.config import RunConfig
 from tidemill.errors import CheckpointError, StoreError
 from tidemill.store.commit import FORMAT, Manifest, Nowhere, check_same
-from tidemill.store.lease import Claim, Fence
+from tidemill.store.lease import Claim, Fence, reserve
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
 from tidemill.store.once import forget
 from tidemill.store.server import open_store, store_folder
@@ -262,16 +262,19 @@ class Checkpoints:
         )
 
 
-def has_checkpoints(config: RunConfig) -> bool:
-    """Whether a run of this name has committed anything to the store that it is configured with.
+def take_name(config: RunConfig) -> bool:
+    """Take the name of a new run, in a store that other machines reach too; whether it was free.
+
+    It is not where a run of this name has committed anything, which would be resumed.
 
     Raises:
         StoreError: the store cannot be reached.
     """
-    if config.store.endpoint == "embedded" and not store_folder(config.output).is_dir():
-        return False
+    embedded = config.store.endpoint == "embedded"
+    if embedded and not store_folder(config.output).is_dir():
+        return True
     with open_checkpoints(config) as checkpoints:
-        return bool(checkpoints.versions())
+        return not checkpoints.versions() and (embedded or reserve(checkpoints.store, config.name))
 
 
 def restored_folder(config: RunConfig) -> Path:
