@@ -294,7 +294,9 @@ def test_joining_a_ray_without_its_address_is_refused(addition: RunConfig, monke
     validated(changed(addition, "cluster.provider=existing"))
 
 
-def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig) -> None:
+def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         setting = f"tracking.uri=http://127.0.0.1:{server.getsockname()[1]}"
