@@ -48,7 +48,8 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=DNS_LABEL, max_length=63)]
     """Identifies the run: its folder, checkpoints and MLflow run. A restart under the same name resumes."""
     model: Text
-    """A local folder, `s3://bucket/prefix`, `models:/NAME/VERSION` of the registry, or a Hugging Face name."""
+    """A local folder (relative to the working directory), `s3://bucket/prefix`, `models:/NAME/VERSION` of the registry,
+    or a Hugging Face name."""
     output: Path = Path("runs")
     """Folder of run folders, the embedded store and the default MLflow file."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
