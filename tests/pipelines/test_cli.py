@@ -110,6 +110,7 @@ def test_run_that_may_begin_is_told_and_none_is_made(tmp_path: Path, capsys: pyt
         ("rewards.0.function=exact_numbr", "exact_numbr"),
         ("model=./no-such-model", "no-such-model"),
         ("rollout.engines=100000", "not enough memory"),
+        ("output=/dev/null/runs", "output = '/dev/null/runs': allowed is a folder that can be made and written to"),
         ("store.endpoint=http://127.0.0.1:1", "127.0.0.1:1"),
         ("tracking.uri=http://127.0.0.1:1", "tracking.uri = 'http://127.0.0.1:1'"),
         (

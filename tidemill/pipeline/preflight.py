@@ -217,6 +217,19 @@ def check_store(config: RunConfig) -> None:
         store.delete(probe)
 
 
+def check_output(config: RunConfig) -> None:
+    """See that the folder of runs is one, or can be made.
+
+    Raises:
+        ConfigError: something else has its name, or we may not write there.
+    """
+    path = config.output.resolve()
+    found = next(place for place in (path, *path.parents) if place.exists())
+    if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
+        allowed = f"a folder that can be made and written to, and {found} is none"
+        raise ConfigError("output", str(path), allowed, "Name another folder.")
+
+
 def check_cluster(config: RunConfig) -> None:
     """Refuse to join a Ray that nobody named.
 

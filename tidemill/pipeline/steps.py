@@ -21,7 +21,14 @@ from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseF
 from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, shortened
-from tidemill.pipeline.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
+from tidemill.pipeline.preflight import (
+    check_inputs,
+    check_model,
+    check_output,
+    check_restart,
+    check_store,
+    check_tracking,
+)
 from tidemill.pipeline.provider import provider_of
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
@@ -90,6 +97,7 @@ def checked(run: RunConfig) -> RunConfig:
         The settings; an alias of the registry is replaced by the version that it names now.
     """
     check_length(run)
+    check_output(run)
     check_inputs(run)
     check_model(run)
     check_tracking(run.tracking.uri)
