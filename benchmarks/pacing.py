@@ -4,7 +4,8 @@ Ours is the real Rollouter with its StalenessPolicy, Ledger and MessageQueue. Th
 rollouter of a few lines: verl's count of samples between two syncs, AReaL's capacity with batches by age, and dropping
 on read what is too old. Engines and trainer are the same for all: every prompt has a generation time of its own, which
 a second attempt does not change; a slot is never slowed down by its neighbours; an optimizer step takes a constant
-time, and every `--trigger` steps a sync begins a version, for which all stand still for `--pause` seconds.
+time, and every `--trigger` steps a sync begins a version. It holds up the trainer for `--export` seconds and then the
+engines for `--pause` seconds, while the trainer goes on.
 
 The bound is the throughput of the slower side, generation or training, as if it never waited for the other and nothing
 was thrown away. Age, waste and idle are explained at `Outcome`. Each of the others runs with a grid of settings, and
@@ -83,7 +84,7 @@ System = Ours | Other
 
 async def train(world: World, system: System) -> None:
     """The trainer's loop, as `train.trainer.Trainer` has it."""
-    scenario = world.scenario
+    scenario, adoption = world.scenario, None
     for step in range(scenario.versions * scenario.trigger):
         asked = now()
         batch = await system.take(scenario.batch)
@@ -92,12 +93,23 @@ async def train(world: World, system: System) -> None:
         await asyncio.sleep(scenario.step_s)
         await system.trained(batch)
         if (step + 1) % scenario.trigger == 0:
+            if adoption is not None:
+                await adoption
+            if scenario.export_s:
+                await asyncio.sleep(scenario.export_s)
             world.begin_version()
-            await system.begin_version(world.version)
             if scenario.pause_s:
-                await asyncio.sleep(scenario.pause_s)
+                adoption = asyncio.create_task(adopt(world, system))
+            else:
+                await system.begin_version(world.version)
             if world.version == scenario.warm_up:
                 world.reset()
+
+
+async def adopt(world: World, system: System) -> None:
+    """The engines stand still, and go on with the newest version."""
+    await asyncio.sleep(world.scenario.pause_s)
+    await system.begin_version(world.version)
 
 
 async def simulate(scenario: Scenario, make: Callable[[World], System], setting: str) -> Outcome:
@@ -181,7 +193,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Scenario, int]]:
         more = args.trigger // steps  # versions for one of `trigger` steps
         max_age = (age + 1) * more - 1
         sizes = (args.batch, steps, args.engines, args.versions * more)
-        scenario = Scenario(tail, longest * more, balance, *sizes, epochs, args.noise, args.pause, seed=0)
+        scenario = Scenario(tail, longest * more, balance, *sizes, epochs, args.noise, args.export, args.pause, seed=0)
         synced = f", synced every {steps}: {max_age}" if more > 1 else ""
         name = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}{synced}, epochs {epochs}"
         yield name, scenario, max_age
@@ -214,9 +226,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--versions", type=int, default=40)
     parser.add_argument("--epochs", nargs="+", type=int, default=[1, 5], help="how often a prompt is trained")
     parser.add_argument("--noise", type=float, default=0.3, help="sigma of a prompt's times, lognormal, over epochs")
-    parser.add_argument(
-        "--pause", type=float, default=0.0, help="seconds of a sync, in which all stand still; a group takes 10"
-    )
+    parser.add_argument("--export", type=float, default=0.0, help="seconds of a sync that hold up the trainer")
+    parser.add_argument("--pause", type=float, default=0.0, help="and the engines; a group takes 10")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -154,7 +154,8 @@ class Ways:
 
     async def shared_memory(self) -> None:
         """One of two files in memory, which stay mapped on both sides."""
-        update = (await self.outbox.write(self.version)).update
+        await self.outbox.export()
+        update = (await self.outbox.send(self.version)).update
         self.adopt(update)
         if self.outdated:
             self.outbox.retire(self.outdated)

@@ -24,6 +24,7 @@ LAYERS = (
         "tidemill.config",
         "tidemill.run_file",
         "tidemill.failure",
+        "tidemill.task_group",
         "tidemill.verl",
     ),
     (

@@ -47,6 +47,7 @@ from tidemill.store.tracking import Tracker
 from tidemill.sync.manifest import weights_prefix
 from tidemill.sync.outbox import MemoryOutbox, Outbox, StoreOutbox
 from tidemill.sync.synchronizer import Synchronizer
+from tidemill.task_group import task_group
 from tidemill.train.stop import Stop
 from tidemill.train.trainer import Position, Trainer
 
@@ -233,14 +234,10 @@ class Run:
     async def learn(self, trainer: Trainer, parts: Parts, observer: RunObserver) -> None:
         """Generate and train at the same time until the trainer is done; a failure of either ends both."""
         observer.phase(f"train {counted(self.config.trainer.steps, 'step')}")
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(parts.generation.run())
-                await trainer.fit()
-                await parts.generation.stop()
-        except BaseExceptionGroup as group:
-            first = group.exceptions[0]
-            raise first from first.__cause__  # where a remote traceback stands
+        async with task_group() as tasks:
+            tasks.create_task(parts.generation.run())
+            await trainer.fit()
+            await parts.generation.stop()
 
     async def finish(
         self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None
@@ -317,7 +314,8 @@ def make_outbox(config: RunConfig, ranks: RemoteRanks, store: ObjectStore, claim
     """The trainer's side of `sync.transport`."""
     if config.sync.transport == "object_store":
         fence = Fence(store, config.name, claim) if claim else None
-        return StoreOutbox(ranks.publish_weights, ranks.republish_weights, store, weights_prefix(config.name), fence)
+        ways = ranks.write_weights, ranks.upload_weights, ranks.republish_weights
+        return StoreOutbox(*ways, store, weights_prefix(config.name), fence)
     return MemoryOutbox(weights_folder(config), ranks.export)
 
 

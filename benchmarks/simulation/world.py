@@ -33,7 +33,8 @@ class Scenario:
         versions: to train.
         epochs: how often each prompt is trained; 1: the data is larger than what is generated.
         noise: deviation of the logarithm of a prompt's generation time from one epoch to another.
-        pause_s: in which engines and trainer stand still at a sync.
+        export_s: in which the trainer stands still at a sync.
+        pause_s: in which, after that, the engines do.
         seed: of the generation times, and of the order of the data.
     """
 
@@ -46,6 +47,7 @@ class Scenario:
     versions: int
     epochs: int
     noise: float
+    export_s: float
     pause_s: float
     seed: int
 

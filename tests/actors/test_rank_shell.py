@@ -16,6 +16,8 @@ from tidemill.actors.ranks import CONCURRENCY_GROUPS, RankActor, RemoteRanks
 from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
 from tidemill.errors import SyncError
+from tidemill.protocols import WeightUpdate
+from tidemill.sync.outbox import Publication
 
 
 @pytest.fixture
@@ -25,6 +27,20 @@ def local_ray() -> Iterator[None]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
+
+
+def run_config(folder: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "rank-shell",
+            "model": "none",
+            "output": folder,
+            "data": {"train": "none.jsonl"},
+            "rewards": [{"function": "exact_number"}],
+            "trainer": {"steps": 1},
+            "sync": {"transport": "object_store"},
+        }
+    )
 
 
 class Full:
@@ -37,52 +53,50 @@ class Full:
 
 
 def test_weights_that_do_not_fit_on_their_way_to_the_store_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    run = RunConfig.model_validate(
-        {
-            "name": "full",
-            "model": "none",
-            "output": tmp_path,
-            "data": {"train": "none.jsonl"},
-            "rewards": [{"function": "exact_number"}],
-            "trainer": {"steps": 1},
-            "sync": {"transport": "object_store"},
-        }
-    )
+    run = run_config(tmp_path)
     rank = RankActor(run, "none", 0, None)
     rank.policy = Full()  # type: ignore[assignment]
     try:
         with pytest.raises(SyncError, match=r"no room for the weights in .* enlarge /dev/shm"):
-            rank.publish_weights(1)
+            rank.write_weights()
     finally:
         weights_folder(run).rmdir()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-async def test_a_version_is_published_again_beside_a_training_step() -> None:
-    """Else an engine that joins would wait for the step, and a step may last longer than any deadline of a sync."""
+async def test_a_version_is_uploaded_and_once_more_beside_a_training_step(tmp_path: Path) -> None:
+    """Else engines, or one that joins, would wait for the step, which may last longer than the deadline of a sync."""
     import ray
 
     class Publisher:  # in here, so that it travels whole: no worker could import this module
-        def __init__(self, again: threading.Event) -> None:
-            self.again = again
+        def __init__(self, both: threading.Barrier) -> None:
+            self.both = both
+
+        def publish(self, store: Any, version: int, path: Path) -> Publication:
+            self.both.wait(60.0)
+            return Publication(WeightUpdate(version, str(path), 0))
 
         def snapshot(self, store: Any) -> None:
-            self.again.set()
+            self.both.wait(60.0)
 
     class Busy(RankActor):
-        def __init__(self) -> None:
-            self.claim, self.again = None, threading.Event()
-            self.publisher = Publisher(self.again)  # type: ignore[assignment]
+        def __init__(self, config: RunConfig) -> None:
+            self.config, self.claim, self.both = config, None, threading.Barrier(2)
+            self.publisher = Publisher(self.both)  # type: ignore[assignment]
 
         def store(self) -> Any:
             return nullcontext()
 
         def update(self, *_: Any) -> dict[str, float]:
-            return {"published beside it": float(self.again.wait(60.0))}
+            self.both.wait(60.0)
+            self.both.wait(60.0)
+            return {"published beside it": 1.0}
 
-    ranks = RemoteRanks((ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Busy).remote(),), 120.0)
+    busy = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Busy).remote(run_config(tmp_path))
+    ranks = RemoteRanks((busy,), 120.0)
     step = asyncio.create_task(ranks.update([[]], 1.0, 0))
     await asyncio.sleep(0)
+    publication = await ranks.upload_weights(3)
     await ranks.republish_weights()
-    assert await step == {"published beside it": 1.0}
+    assert (publication.update.version, await step) == (3, {"published beside it": 1.0})

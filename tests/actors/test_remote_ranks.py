@@ -48,7 +48,8 @@ async def follow_a_run(ranks: RemoteRanks, folder: Path) -> tuple[str, str]:
     """Everything that the schedule asks of the ranks, in its order; returns the URIs of checkpoint and model."""
     await ranks.load()
     assert await ranks.export(folder / "exported") == (folder / "exported").stat().st_size
-    publication = await ranks.publish_weights(1)
+    await ranks.write_weights()
+    publication = await ranks.upload_weights(1)
     assert publication.update.version == 1
     await ranks.snapshot()
     checkpoint = await ranks.upload(1, {"step": 1})

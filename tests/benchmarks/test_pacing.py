@@ -20,12 +20,19 @@ STEPS = 4  # of a version, where the largest lag is that of a maximum age of 1
 
 
 def scenario(
-    longest: float = 1.5, balance: float = 1.0, sync_every: int = STEPS, tail: str = "lognormal", pause_s: float = 0.0
+    longest: float = 1.5,
+    balance: float = 1.0,
+    sync_every: int = STEPS,
+    tail: str = "lognormal",
+    pause_s: float = 0.0,
+    export_s: float = 0.0,
 ) -> Scenario:
     """Of 20 versions of four steps, or as many steps."""
     more = STEPS // sync_every
     sizes = {"batch": 32, "trigger": sync_every, "engines": 2, "versions": 20 * more}
-    return Scenario(tail, longest * more, balance, **sizes, epochs=1, noise=0.0, pause_s=pause_s, seed=0)
+    return Scenario(
+        tail, longest * more, balance, **sizes, epochs=1, noise=0.0, export_s=export_s, pause_s=pause_s, seed=0
+    )
 
 
 def ours(what: Scenario, max_age: int) -> pacing.Outcome:

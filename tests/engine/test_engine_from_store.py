@@ -44,8 +44,11 @@ async def test_an_engine_computes_what_was_published_through_the_store(tmp_path:
     run = config(tmp_path)
     rank, engine = RankActor(run, run.model, 0, None), EngineActor(run, run.model, 0)
 
-    async def publish(version: int) -> Publication:
-        return await asyncio.to_thread(rank.publish_weights, version)
+    async def write() -> None:
+        await asyncio.to_thread(rank.write_weights)
+
+    async def upload(version: int) -> Publication:
+        return await asyncio.to_thread(rank.upload_weights, version)
 
     async def republish() -> Publication:
         return await asyncio.to_thread(rank.republish_weights)
@@ -57,7 +60,7 @@ async def test_an_engine_computes_what_was_published_through_the_store(tmp_path:
         rank.load(None)
         await engine.start()
         try:
-            outbox = StoreOutbox(publish, republish, store, weights_prefix(run.name))
+            outbox = StoreOutbox(write, upload, republish, store, weights_prefix(run.name))
             publisher = Synchronizer([engine], run.sync, outbox, score, PROMPT)
             await publisher.publish(0, "keep")
             for parameter in rank.policy.parameters.values():

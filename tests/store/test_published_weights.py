@@ -280,7 +280,10 @@ class Receiving(FakeEngine):
 
 
 def synchronizer(rig: Rig, *engines: FakeEngine) -> Synchronizer:
-    async def publish(version: int) -> Publication:
+    async def write() -> None:
+        """Its weights are made when they are uploaded."""
+
+    async def upload(version: int) -> Publication:
         return await asyncio.to_thread(rig.publish, version)
 
     async def republish() -> Publication:
@@ -289,7 +292,7 @@ def synchronizer(rig: Rig, *engines: FakeEngine) -> Synchronizer:
     async def score(tokens: Any) -> Any:
         return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
 
-    return Synchronizer(engines, SyncConfig(), StoreOutbox(publish, republish, rig.store, PREFIX), score, CANARY)
+    return Synchronizer(engines, SyncConfig(), StoreOutbox(write, upload, republish, rig.store, PREFIX), score, CANARY)
 
 
 async def test_engines_on_two_hosts_adopt_every_version(rig: Rig) -> None:
@@ -433,8 +436,11 @@ async def test_keys_that_are_refused_stay_that_where_a_version_is_published(rig:
     async def refused(version: int = 0) -> Publication:
         raise StoreRefusedError("wrong keys")
 
-    outbox = StoreOutbox(refused, refused, rig.store, PREFIX)
-    for publishing in (outbox.write(3), outbox.snapshot()):
+    async def written() -> None:
+        """That needs no store."""
+
+    outbox = StoreOutbox(written, refused, refused, rig.store, PREFIX)
+    for publishing in (outbox.send(3), outbox.snapshot()):
         with pytest.raises(StoreRefusedError, match=r"published .*: wrong keys"):
             await publishing
 

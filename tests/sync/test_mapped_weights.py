@@ -39,7 +39,8 @@ class Trainer:
 
     def publish(self, version: int) -> WeightUpdate:
         self.value = float(version)
-        return asyncio.run(self.outbox.write(version)).update
+        asyncio.run(self.outbox.export())
+        return asyncio.run(self.outbox.send(version)).update
 
 
 def values(files: MappedWeights, update: WeightUpdate) -> set[float]:

@@ -318,6 +318,31 @@ async def test_an_engine_that_joins_during_a_publication_ends_at_its_version(tmp
     assert await late.version() == 7
 
 
+async def test_the_trainer_may_learn_on_as_soon_as_a_version_is_exported_and_is_asked_nothing_after(
+    tmp_path: Path,
+) -> None:
+    engine, exported, asked = Gated(), asyncio.Event(), list[bool]()
+
+    async def score(tokens: Any) -> Any:
+        asked.append(exported.is_set())
+        return await uniform(tokens)
+
+    async def write(path: Path) -> int:
+        asked.append(exported.is_set())
+        return await export(path)
+
+    outbox = MemoryOutbox(tmp_path / "shm", write)
+    publisher = Synchronizer([engine], SyncConfig(), outbox, score, CANARY)
+    publication = asyncio.create_task(publisher.publish(4, "keep", exported.set))
+    await exported.wait()
+    assert await engine.version() == 0
+    await engine.asked.wait()
+    engine.gate.set()
+    await publication
+    await publisher.late_join("engine 1", FakeEngine())
+    assert asked == [False, False]
+
+
 class Other(FakeEngine):
     """Computes something else."""
 
@@ -337,7 +362,10 @@ async def test_an_engine_that_computes_something_else_does_not_join(tmp_path: Pa
 class Damaged:
     """An outbox whose versions cannot be read, until they are written whole."""
 
-    async def write(self, version: int) -> Publication:
+    async def export(self) -> None:
+        """Nothing is in it yet."""
+
+    async def send(self, version: int) -> Publication:
         self.version = version
         return Publication(WeightUpdate(version, "damaged", 1), {"sync/full": 0.0})
 

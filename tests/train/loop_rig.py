@@ -62,6 +62,7 @@ class Loop:
         steps, syncs: what was under way at each.
         metrics: of each step.
         before_step: is awaited before the ranks learn from a batch.
+        adopting: is awaited, with the version, before the engines adopt what has been exported.
     """
 
     rig: Rig
@@ -69,6 +70,7 @@ class Loop:
     position: Position = field(default_factory=Position)
     commit: Callable[[Position], Awaitable[None]] | None = None
     before_step: Callable[[], Awaitable[None]] | None = None
+    adopting: Callable[[int], Awaitable[None]] | None = None
     steps: list[Moment] = field(default_factory=list)
     syncs: list[Moment] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
@@ -95,7 +97,10 @@ class Loop:
         self.steps.append(Moment(self.position.version, await self.running(), self.leased()))
         return await self.ranks.update(batches, denominator, version)
 
-    async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
+    async def publish(self, version: int, mode: PauseMode, exported: Callable[[], None]) -> Mapping[str, float]:
+        exported()
+        if self.adopting is not None:
+            await self.adopting(version)
         self.syncs.append(Moment(self.position.version, await self.running(), mode=mode))
         await asyncio.gather(*(e.update_weights(WeightUpdate(version, "", 0), mode) for e in self.rig.engines))
         return {"time/sync_adopt": 0.0}

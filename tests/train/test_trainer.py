@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +45,8 @@ class Engines:
     rig: Rig
     versions: list[int] = field(default_factory=list)
 
-    async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
+    async def publish(self, version: int, mode: PauseMode, exported: Callable[[], None]) -> Mapping[str, float]:
+        exported()
         for engine in self.rig.engines:
             await engine.update_weights(WeightUpdate(version, "", 0), mode)
         self.versions.append(version)

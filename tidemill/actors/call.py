@@ -16,7 +16,7 @@ T = TypeVar("T")
 # generation. A concurrency group of Ray would run on an event loop of its own, out of reach of the actor's tasks.
 MAX_CALLS = 100_000
 IO = "io"  # uploads run beside the training step
-MEND = "mend"  # so does publishing a version again, which an engine that joins may need before the step ends
+WEIGHTS = "weights"  # so does the upload of a version, and that of its snapshot for an engine that joins
 WHY = re.compile(r"The actor (?:is dead|died) because (?:.*Worker exit detail: )?(.+?)(?:\.\s|\.?$)")
 CONTROL_TIMEOUT_S = 120.0  # of a call that an actor answers at once; a process that is stopped never does
 

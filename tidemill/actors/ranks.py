@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from tidemill.actors.call import IO, MEND, call
+from tidemill.actors.call import IO, WEIGHTS, call
 from tidemill.actors.placement import rank_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config import RunConfig
@@ -34,7 +34,8 @@ from tidemill.train.batch import MicroBatch
 if TYPE_CHECKING:
     from tidemill.train.policy import PolicyRank
 
-CONCURRENCY_GROUPS = {IO: 1, MEND: 1}
+CONCURRENCY_GROUPS = {IO: 1, WEIGHTS: 1}
+WRITTEN = "written.safetensors"
 IO_TIMEOUT_S = 3600.0  # of a checkpoint or a model on its way to or from the store
 
 
@@ -94,23 +95,27 @@ class RankActor:
         dtype = compute_dtype(self.config.rollout.dtype, self.policy.device)
         return self.policy.export(path, dtype)
 
-    def publish_weights(self, version: int) -> Publication | None:
-        """Export, and upload as `version`, see `sync.publisher`; ranks other than 0 only take part in the export."""
+    def write_weights(self) -> None:
+        """Write the weights to a file of this pod; ranks other than 0 only take part."""
         if self.rank:
             self.export("")
-            return None
-        folder, timings = weights_folder(self.config), Timings()
+            return
+        folder = weights_folder(self.config)
         folder.mkdir(parents=True, exist_ok=True)
         check_room(folder, self.publisher.nbytes)
-        path = folder / f"rank-{self.rank}.safetensors"
-        with timings.phase("sync_write"), room_in(folder, self.publisher.nbytes):
-            self.export(str(path))
+        with room_in(folder, self.publisher.nbytes):
+            self.export(str(folder / WRITTEN))
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def upload_weights(self, version: int) -> Publication:
+        """Upload what was written last as `version`, see `sync.publisher`."""
+        timings = Timings()
         with timings.phase("sync_upload"), self.store() as store:
             self.check_lease(store)
-            publication = self.publisher.publish(store, version, path)
+            publication = self.publisher.publish(store, version, weights_folder(self.config) / WRITTEN)
         return replace(publication, metrics={**publication.metrics, **timings.metrics()})
 
-    @ray.method(concurrency_group=MEND)
+    @ray.method(concurrency_group=WEIGHTS)
     def republish_weights(self) -> Publication:
         """Upload the newest version again, as a full snapshot; no other publication is made meanwhile."""
         with self.store() as store:
@@ -202,9 +207,13 @@ class RemoteRanks:
         nbytes: int = await self.all("export", str(path), timeout_s=None)
         return nbytes
 
-    async def publish_weights(self, version: int) -> Publication:
-        """Bring the weights to the object store; the synchronizer has the deadline, as for `export`."""
-        publication: Publication = await self.all("publish_weights", version, timeout_s=None)
+    async def write_weights(self) -> None:
+        """Write the weights down, to be uploaded; the synchronizer has the deadline, as for `export`."""
+        await self.all("write_weights", timeout_s=None)
+
+    async def upload_weights(self, version: int) -> Publication:
+        """Bring what was written to the object store, beside a training step."""
+        publication: Publication = await self.first("upload_weights", version, timeout_s=None)
         return publication
 
     async def republish_weights(self) -> Publication:

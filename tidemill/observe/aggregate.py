@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,7 +98,6 @@ RULES: Mapping[str, Rule] = {
     "time/old_log_prob": SUM,
     "time/sync": SUM,
     "time/sync_export": SUM,
-    "time/sync_write": SUM,
     "time/sync_upload": SUM,
     "time/sync_adopt": SUM,
     "time/sync_canary": SUM,
@@ -217,6 +216,16 @@ class MetricsAggregator:
     def _weight(self, rule: Rule, column: Column) -> float:
         """Of the steps that a mean is over."""
         return self._columns[rule.by].total if rule.everywhere and rule.by is not None else column.weight
+
+
+def together(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What several reports amount to; one stays as it is. A mean over no tokens at all is that of the last one."""
+    if len(reports) == 1:
+        return dict(reports[0])
+    aggregator = MetricsAggregator()
+    for report in reports:
+        aggregator.add(report)
+    return {**(reports[-1] if reports else {}), **aggregator.result()}
 
 
 def deviation(deviations: Column, means: Column) -> float:

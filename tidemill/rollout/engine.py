@@ -33,6 +33,7 @@ from tidemill.rollout.engine_processes import cause_of_death, children, end_proc
 from tidemill.rollout.engine_settings import engine_environment, engine_settings
 from tidemill.rollout.sample import Flight, Sample, prompt_log_probs, sampling_options, settled
 from tidemill.sections import RolloutConfig
+from tidemill.task_group import task_group
 
 __all__ = ["VllmEngine", "engine_environment"]
 CONTROL_TIMEOUT_S = 60.0
@@ -183,13 +184,9 @@ class VllmEngine:
 
     async def _fly(self, flight: Flight) -> None:
         """Request all samples; vLLM shares the prompt's KV among them as among those of one request with n > 1."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(flight.sampling.n):
-                    group.create_task(self._sample(flight, index))
-        except ExceptionGroup as errors:
-            first = errors.exceptions[0]
-            raise first from first.__cause__
+        async with task_group() as group:
+            for index in range(flight.sampling.n):
+                group.create_task(self._sample(flight, index))
 
     async def _sample(self, flight: Flight, index: int) -> None:
         """Request what a sample lacks until it has ended; more than once only when updates end its request."""

@@ -20,6 +20,7 @@ from tidemill.protocols import Engine, PauseMode
 from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.failures import LOSSES, CrashLoop
 from tidemill.sync.synchronizer import Synchronizer
+from tidemill.task_group import task_group
 
 PROBE_S = 2.0  # between two looks at an engine
 PROBE_TIMEOUT_S = 60.0  # an engine that does not answer by then is stuck
@@ -124,10 +125,12 @@ class Fleet:
         """The engines that are at work."""
         return list(self._members.values())
 
-    async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
+    async def publish(
+        self, version: int, mode: PauseMode, exported: Callable[[], None] = lambda: None
+    ) -> Mapping[str, float]:
         """See `Synchronizer.publish`; engines that are lost on the way are replaced."""
         self._mode = mode
-        metrics = await self._synchronizer.publish(version, mode)
+        metrics = await self._synchronizer.publish(version, mode, exported)
         for name, error in self._synchronizer.take_lost().items():
             self._report(name, str(error))
         return metrics
@@ -161,18 +164,14 @@ class Fleet:
             EngineError: the engines of a place die one after the other, see `CrashLoop`.
             RunError: no engine is left, and none comes up in time.
         """
-        try:
-            async with asyncio.TaskGroup() as self._tasks:
-                for place, member in self._members.items():
-                    self._enlist(member)
-                    self._occupy(place, member)
-                listener = self._tasks.create_task(self._listen())
-                yield
-                for task in (listener, *self._keepers.values(), *filter(None, [self._change])):
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            first = group.exceptions[0]
-            raise first from first.__cause__  # where a remote traceback stands
+        async with task_group() as self._tasks:
+            for place, member in self._members.items():
+                self._enlist(member)
+                self._occupy(place, member)
+            listener = self._tasks.create_task(self._listen())
+            yield
+            for task in (listener, *self._keepers.values(), *filter(None, [self._change])):
+                task.cancel()
 
     def measured(self, metrics: Mapping[str, float]) -> None:
         """An optimizer step is done; at the end of its version an engine may be added or retired."""

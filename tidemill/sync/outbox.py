@@ -32,11 +32,18 @@ class Publication:
 class Outbox(Protocol):
     """One transport, seen from the trainer."""
 
-    async def write(self, version: int) -> Publication:
-        """Put the trainer's present weights there as `version`.
+    async def export(self) -> None:
+        """Write the trainer's present weights down; they may change when this returns.
 
         Raises:
             SyncError: no room, or the export is not whole.
+        """
+        ...
+
+    async def send(self, version: int) -> Publication:
+        """Let engines fetch what was exported last, as `version`.
+
+        Raises:
             StoreError: the object store failed.
         """
         ...
@@ -75,25 +82,27 @@ class MemoryOutbox:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
-    async def write(self, version: int) -> Publication:
+    async def export(self) -> None:
         """See `Outbox`."""
-        path = self._folder / f"v{version}.safetensors"
         with alone(self._spare) as reusable:
             if not reusable:
                 self._spare.unlink(missing_ok=True)
                 check_room(self._folder, self._nbytes)
-            await self._fill_spare(version)
-            # Only now has the version a name. Before, no engine could open it by one.
-            self._spare.rename(path)
+            await self._fill_spare()
+
+    async def send(self, version: int) -> Publication:
+        """See `Outbox`. Only now has the version a name; before, no engine could open it by one."""
+        path = self._folder / f"v{version}.safetensors"
+        self._spare.rename(path)
         self._newest = Publication(WeightUpdate(version, str(path), self._nbytes))
         return self._newest
 
-    async def _fill_spare(self, version: int) -> None:
+    async def _fill_spare(self) -> None:
         """Have the trainer write its weights there."""
         with room_in(self._folder, self._nbytes):
             self._nbytes = await self._export(self._spare)
         if not self._spare.is_file() or self._spare.stat().st_size != self._nbytes:
-            raise SyncError(f"the export of version {version} announced {self._nbytes} bytes and left another file")
+            raise SyncError(f"the export of the weights announced {self._nbytes} bytes and left another file")
 
     async def snapshot(self) -> Publication:
         """See `Outbox`; a file is whole by itself."""
@@ -114,32 +123,38 @@ class StoreOutbox:
     """`object_store`: the trainer uploads by itself, `sync.publisher`, because it may be on another host.
 
     Attributes:
-        publish: has the trainer upload its weights as a version.
+        write: has the trainer write its weights to a file of its host.
+        upload: has it upload that file as a version, beside its work.
         republish: has it upload the newest version again, whole.
         store: of the run.
         prefix: key below which the weights of the run lie.
         fence: of the run's lease; whoever lost it leaves the weights to the attempt that has it.
     """
 
-    publish: Callable[[int], Awaitable[Publication]]
+    write: Callable[[], Awaitable[None]]
+    upload: Callable[[int], Awaitable[Publication]]
     republish: Callable[[], Awaitable[Publication]]
     store: ObjectStore
     prefix: str
     fence: Fence | None = None
 
-    async def write(self, version: int) -> Publication:
+    async def export(self) -> None:
+        """See `Outbox`."""
+        await self.write()
+
+    async def send(self, version: int) -> Publication:
         """See `Outbox`.
 
         Raises:
             StoreError: the store failed; the version before is intact.
         """
         try:
-            return await self.publish(version)
+            return await self.upload(version)
         except StoreError as error:
             raise type(error)(f"version {version} could not be published through the object store: {error}") from error
 
     async def snapshot(self) -> Publication:
-        """See `Outbox`; raises as `write`."""
+        """See `Outbox`; raises as `send`."""
         try:
             return await self.republish()
         except StoreError as error:

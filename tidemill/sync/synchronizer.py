@@ -63,10 +63,13 @@ class Synchronizer:
         self._joined_gap = 0.0  # the widest of engines that came since the last publication
         self._turn = asyncio.Lock()  # a version is adopted by all engines there are, or by one that joins, never both
 
-    async def publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
+    async def publish(
+        self, version: int, mode: PauseMode, exported: Callable[[], None] = lambda: None
+    ) -> Mapping[str, float]:
         """Bring the trainer's present weights to every engine as `version`.
 
-        Generation goes on during the export. An engine that missed versions in between adopts this one all the same.
+        Generation goes on during the export, and training during the adoption: `exported` is called as soon as the
+        trainer's weights may change. An engine that missed versions in between adopts this one all the same.
 
         Returns:
             `time/sync_export`, `time/sync_adopt`, `time/sync_canary` in seconds, `sync/bytes`, and
@@ -80,17 +83,22 @@ class Synchronizer:
             StoreError: the trainer or an engine could not reach the object store.
         """
         async with self._turn:
-            return await self._publish(version, mode)
+            return await self._publish(version, mode, exported)
 
-    async def _publish(self, version: int, mode: PauseMode) -> Mapping[str, float]:
+    async def _publish(self, version: int, mode: PauseMode, exported: Callable[[], None]) -> Mapping[str, float]:
         timings = Timings()
         with timings.phase("sync_export"):
             async with self._deadline(f"export version {version}"):
-                publication = await self._outbox.write(version)
+                await self._outbox.export()
+        with timings.phase("sync_canary"):
+            reference = await self._score_canary()
+        exported()
+        async with self._deadline(f"publish version {version}"):
+            publication = await self._outbox.send(version)
         with timings.phase("sync_adopt"):
             publication = await self._adopt(publication, self._engines, mode, f"adopt version {version}")
         update = publication.update
-        outdated, self._newest, self._reference = self._newest, publication, None
+        outdated, self._newest, self._reference = self._newest, publication, reference
         with timings.phase("sync_canary"):
             gap = await self._check_canary(self._engines)
         if not self._calibrated and self._bound is not None and self._engines:
@@ -186,14 +194,18 @@ class Synchronizer:
         except TimeoutError as error:
             raise EngineLostError(f"could not {what} within sync.timeout_s = {limit} s") from error
 
+    async def _score_canary(self) -> Float32Array | None:
+        """What the trainer's present weights say, also without an engine: when one joins, the trainer has learned."""
+        if self._config.canary_max_gap is None:
+            return None
+        async with self._deadline("score the canary"):
+            return await self._score(self._canary)
+
     async def _check_canary(self, engines: dict[str, Engine]) -> float:
-        """The widest mean gap of `engines`; 0 where the check is off, or there are none."""
-        if self._config.canary_max_gap is None or self._newest is None:
-            return 0.0
-        if self._reference is None:  # now, also without an engine: by the time one joins, the trainer has learned
-            async with self._deadline("score the canary"):
-                self._reference = await self._score(self._canary)
+        """The widest mean gap of `engines` to the newest version; 0 where the check is off, or there are none."""
         reference = self._reference
+        if reference is None:
+            return 0.0
         scores = await self._all(engines, lambda engine: engine.score(self._canary), "score the canary")
         return max((self._gap(name, reference, score) for name, score in scores.items()), default=0.0)
 

@@ -4,7 +4,7 @@ A step takes `asynchrony.require_batches` mini-batches at once and makes an opti
 
     queue ─► get groups ─► advantages ─► pack ─► update actor ─► acknowledge ─► sync weights ─► checkpoint
                                                                                    │
-    engines adopt the new version in flight ◄──────────────────────────────────────┘
+    engines adopt the new version in flight, beside the next step ◄────────────────┘
 
 The class sees only protocols, so the whole loop also runs on the stand-ins of `tidemill.fakes`.
 """
@@ -18,16 +18,18 @@ from typing import Any, Protocol, TypeVar
 
 from tidemill.config import RunConfig
 from tidemill.errors import RunError
-from tidemill.observe.aggregate import MetricsAggregator
+from tidemill.observe.aggregate import together
 from tidemill.observe.metrics import group_metrics
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Evaluation, Generation, Lease, Loads, Queue
 from tidemill.records import Float32Array, Group
+from tidemill.task_group import task_group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
 from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
-from tidemill.train.validation import Validation
+from tidemill.train.validation import Spares, Validation
+from tidemill.train.weight_sync import Publisher, WeightSync
 
 Metrics = dict[str, float]
 T = TypeVar("T")
@@ -43,20 +45,8 @@ class Ranks(Protocol):
         ...
 
 
-class Publisher(Protocol):
-    """Brings a version to the engines: `rollout.fleet.Fleet`."""
-
-    async def publish(self, version: int, mode: Any) -> Mapping[str, float]:
-        """Export, adopt everywhere, check the canary; returns the timings."""
-        ...
-
-    async def set_aside(self) -> str | None:
-        """See `train.validation.Spares`."""
-        ...
-
-    async def take_back(self, name: str) -> None:
-        """See `train.validation.Spares`."""
-        ...
+class Engines(Publisher, Spares, Protocol):
+    """The engines of the run: `rollout.fleet.Fleet`."""
 
 
 class Observer(Protocol):
@@ -67,7 +57,7 @@ class Observer(Protocol):
         ...
 
     def synced(self, step: int, metrics: Metrics) -> None:
-        """Weights were published outside of any step: before the first, or after the last that was possible."""
+        """Engines adopted a version outside of any step: before the first, or after the last that was possible."""
         ...
 
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
@@ -89,7 +79,7 @@ class Position:
 
     Attributes:
         step: steps done.
-        version: policy version of the engines, the number of weight syncs done.
+        version: of the policy that learns, the number of weight syncs begun; engines adopt it in a moment.
         groups: groups trained.
         response_tokens: sampled tokens trained.
         max_age: largest age of a trained token so far, in versions.
@@ -119,12 +109,13 @@ class Trainer:
     queue: Queue[Any]
     generation: Generation
     ranks: Ranks
-    publisher: Publisher
+    publisher: Engines
     observer: Observer
     commit: Callable[[Position], Awaitable[None]] | None = None
     position: Position = field(default_factory=Position)
     stop: Stop = field(default_factory=Stop)
     validation: Validation = field(init=False)
+    syncs: WeightSync = field(init=False)
 
     def __post_init__(self) -> None:
         observer, mode = self.observer, self.config.evaluation.mode
@@ -141,14 +132,18 @@ class Trainer:
 
         Raises:
             RunError: no batch arrived in time, or a group broke the staleness bound.
+            TidemillError: what went wrong in the adoption of a version, as soon as it does.
         """
         self.position.unsynced = 0
-        try:
-            await self.fit_steps()
-            if not self.stop.hurry:
-                await self.settle()
-        finally:
-            await self.validation.cancel()
+        async with task_group() as tasks:
+            self.syncs = WeightSync(self.publisher, self.generation, self.config.pause_mode, tasks)
+            try:
+                await self.fit_steps()
+                if not self.stop.hurry:
+                    await self.settle()
+            finally:
+                await self.validation.cancel()
+                self.syncs.cancel()
 
     async def fit_steps(self) -> None:
         """All steps."""
@@ -160,7 +155,7 @@ class Trainer:
                     break
                 await self.after_step(timings)
             self.position.seconds += timings.seconds["step"]
-            metrics |= timings.metrics() | await self.surroundings()
+            metrics |= timings.metrics() | self.syncs.take() | await self.surroundings()
             metrics["throughput/tokens_per_second"] = metrics["response/tokens"] / timings.seconds["step"]
             metrics["idle/trainer"] = timings.seconds["get_groups"] / timings.seconds["step"]
             self.observer.step_finished(self.position, metrics)
@@ -170,8 +165,10 @@ class Trainer:
             self.observer.notice(f"{what} after step {self.position.step}")
         if self.position.unsynced and not self.stop.hurry:
             await self.settle()
-        if self.position.unsynced and not self.stop.hurry:  # still: a hurry may have come with the score
-            self.observer.synced(self.position.step, await self.sync_weights())
+        await self.sync_weights()
+        await self.adopted()
+        if report := self.syncs.take():
+            self.observer.synced(self.position.step, report)
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
         """One step; None when the data has ended, or a stop is asked for before there is a batch."""
@@ -190,9 +187,8 @@ class Trainer:
         self.advance(groups)
         if self.sync_is_due:
             await self.validation_before_sync(timings)
-        if self.sync_is_due:  # still: a hurry may have come with the score
             with timings.phase("sync"):
-                metrics |= await self.sync_weights()
+                await self.sync_weights()
         return metrics
 
     async def learn(self, groups: Sequence[Group], advantages: Sequence[Float32Array], timings: Timings) -> Metrics:
@@ -234,9 +230,9 @@ class Trainer:
     async def get_groups(self) -> Lease[Any]:
         """Lease a full batch; what the queue sweeps for its age on the way is issued again.
 
-        The waiting is what `idle/trainer` counts.
+        The waiting is what `idle/trainer` counts. What generation waits for itself, an adoption, has its own deadline.
         """
-        count, limit = self.config.required_samples, self.config.trainer.get_timeout_s
+        count, limit, adopting = self.config.required_samples, self.config.trainer.get_timeout_s, self.syncs.under_way
         try:
             async with asyncio.timeout(limit):
                 while True:
@@ -246,6 +242,9 @@ class Trainer:
                     if lease.deliveries or lease.ended:
                         return lease
         except TimeoutError as error:
+            if adopting:
+                await self.syncs.settle()
+                return await self.get_groups()
             state = {**await self.queue.stats(), **await self.generation.stats()}
             raise RunError(
                 f"no batch of {count} groups within trainer.get_timeout_s = {limit} s; "
@@ -282,13 +281,22 @@ class Trainer:
         position.response_tokens += sum(group.response_tokens for group in groups)
         position.max_age = max([position.max_age, *(position.version - group.oldest_version for group in groups)])
 
-    async def sync_weights(self) -> Metrics:
-        """Publish the parameters as the next version; generation goes on with it."""
-        version = self.position.version + 1
-        timings = await self.publisher.publish(version, self.config.pause_mode)
-        self.position.version, self.position.unsynced = version, 0
-        await self.generation.begin_version(version)
-        return dict(timings)
+    async def sync_weights(self) -> None:
+        """Publish what was learned since the last sync as the next version, which engines adopt beside the next step.
+
+        Who is in a hurry, perhaps since a score was waited for, goes without it.
+        """
+        if self.position.unsynced and not self.stop.hurry:
+            await self.unless_stopped(self.begin_version(), hurry=True)
+
+    async def begin_version(self) -> None:
+        """The parameters become the next version; they may change when this returns."""
+        await self.syncs.begin(self.position.version + 1)
+        self.position.version, self.position.unsynced = self.position.version + 1, 0
+
+    async def adopted(self) -> None:
+        """Wait until generation goes on with the newest version; who is in a hurry does not."""
+        await self.unless_stopped(self.syncs.settle(), hurry=True)
 
     async def validation_before_sync(self, timings: Timings) -> None:
         """Let a score be finished whose engines would get the next version."""
@@ -306,7 +314,11 @@ class Trainer:
             return
         version, last = self.position.version, self.position.step == self.config.trainer.steps
         every = self.config.evaluation.every
-        if every and version % every == 0 and not last:
+        scored = every > 0 and version % every == 0 and not last
+        if scored or last:
+            with timings.phase("sync"):
+                await self.adopted()
+        if scored:
             with timings.phase("evaluate"):
                 await self.unless_stopped(self.validation.begin(self.position.step, version), hurry=True)
         if self.commit and not last and self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
@@ -322,19 +334,6 @@ class Trainer:
         metrics |= {name if name.startswith("ledger/") else f"rollout/{name}": value for name, value in rollout.items()}
         metrics["idle/rollouter"] = metrics.pop("rollout/idle")
         return metrics
-
-
-def together(reports: Sequence[Metrics]) -> Metrics:
-    """What the reports of several optimizer steps amount to; that of one stays as it is.
-
-    A mean over no tokens at all is that of the last one.
-    """
-    if len(reports) == 1:
-        return reports[0]
-    aggregator = MetricsAggregator()
-    for report in reports:
-        aggregator.add(report)
-    return reports[-1] | aggregator.result()
 
 
 def renamed(update: Mapping[str, float]) -> Metrics:

@@ -1,0 +1,82 @@
+"""Versions on their way to the engines, while the trainer learns on.
+
+    trainer  ─ update ─ update ─► export ─ update ─ update ─► export ─ ...
+                                    │                           ▲
+    engines                         └─► adopt ─► canary ────────┘  one version at a time
+
+The trainer waits for the export alone, after which its weights may change. What it trains until the adoption is of
+older versions; their age is counted from the exported one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tidemill.observe.aggregate import together
+from tidemill.protocols import Generation, PauseMode
+
+
+class Publisher(Protocol):
+    """Brings a version to the engines: `rollout.fleet.Fleet`."""
+
+    async def publish(self, version: int, mode: PauseMode, exported: Callable[[], None]) -> Mapping[str, float]:
+        """Export, adopt everywhere, check the canary; returns the timings.
+
+        Args:
+            version: that the trainer's present weights become.
+            mode: in which engines pause.
+            exported: called once, when the weights may change.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class WeightSync:
+    """Publishes one version after the other.
+
+    Attributes:
+        tasks: in which a version is adopted; a failure there ends them all.
+    """
+
+    publisher: Publisher
+    generation: Generation
+    mode: PauseMode
+    tasks: asyncio.TaskGroup
+    _adoption: asyncio.Task[None] | None = field(default=None, repr=False)
+    _reports: list[Mapping[str, float]] = field(default_factory=list)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether engines have not adopted the newest version yet."""
+        return self._adoption is not None and not self._adoption.done()
+
+    async def begin(self, version: int) -> None:
+        """Publish the trainer's weights; returns when they may change, and all engines have the version before."""
+        await self.settle()
+        exported = asyncio.Event()
+        self._adoption = self.tasks.create_task(self._publish(version, exported.set))
+        await exported.wait()
+
+    async def settle(self) -> None:
+        """Wait until generation goes on with the newest version."""
+        if self._adoption is not None:
+            await asyncio.wait([self._adoption])
+            self._adoption = None
+
+    def cancel(self) -> None:
+        """Give up the adoption under way, if there is one: the run ends otherwise than it should."""
+        if self._adoption is not None:
+            self._adoption.cancel()
+
+    def take(self) -> dict[str, float]:
+        """What the adoptions that ended since the last call measured, taken together."""
+        reports, self._reports = self._reports, []
+        return together(reports)
+
+    async def _publish(self, version: int, exported: Callable[[], None]) -> None:
+        report = await self.publisher.publish(version, self.mode, exported)
+        await self.generation.begin_version(version)
+        self._reports.append(report)
