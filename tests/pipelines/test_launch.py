@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,17 +14,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from rich.console import Console
 
+from tidemill.command.arguments import parse
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, ModelError, RunError
 from tidemill.failure import Failure
 from tidemill.local.launch import go_on, start
 from tidemill.local.outcome import (
+    curves,
+    generate_command,
     keep_ray_logs,
     program,
     report,
@@ -33,8 +39,9 @@ from tidemill.local.outcome import (
     tail_of,
 )
 from tidemill.local.run_folder import begin, earlier, exclusive, fresh
+from tidemill.observe.report import Summary
 from tidemill.run_file import load_config
-from tidemill.sections import StoreConfig
+from tidemill.sections import StoreConfig, TrackingConfig
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.mlflow_server import make_client, tracking_uri
 from tidemill.store.restart import identity
@@ -44,6 +51,7 @@ from tidemill.store.tracking import Tracker
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/addition.yaml"
 TIMEOUT_S = 300
+SUMMARY = Summary(1, None, None, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None)
 SLOW_REWARD = """
 import time
 open("imported", "w").close()
@@ -220,6 +228,32 @@ def test_program_that_is_no_file_is_named_beside_one_that_is_installed(
     assert program() == "tidemill"
     monkeypatch.setattr(sys, "argv", ["-c"])
     assert program() == "-c"
+
+
+def asked(config: RunConfig, **facts: str) -> argparse.Namespace:
+    """The arguments of the command that is shown at the end of a run."""
+    words = shlex.split(generate_command(config, replace(SUMMARY, **facts)))
+    return parse(words[words.index("generate") :])
+
+
+def test_commands_at_the_end_find_what_the_run_left(addition: RunConfig) -> None:
+    config = addition.model_copy(update={"output": addition.output.with_name("my runs")})
+    (config.folder / "model").mkdir(parents=True)
+    left = asked(config)
+    assert (left.model, left.output) == (str(config.folder / "model"), str(config.output))
+    assert (left.endpoint, left.tracking) == ("embedded", None)
+    assert curves(config).endswith(f" ui --output '{config.output}'")
+
+
+def test_commands_at_the_end_name_the_servers_that_the_run_had(addition: RunConfig) -> None:
+    store, mlflow = StoreConfig(endpoint="http://store:9000"), TrackingConfig(uri="http://mlflow:5000")
+    config = addition.model_copy(update={"store": store, "tracking": mlflow})
+    left = asked(config, model_uri="s3://tidemill/runs/a/model/3")
+    assert left.model == "s3://tidemill/runs/a/model/3", "there is no folder of it here"
+    assert asked(config, model_version="a/1").model == "models:/a/1"
+    assert (left.endpoint, left.tracking, curves(config)) == (store.endpoint, mlflow.uri, mlflow.uri)
+    file = addition.model_copy(update={"tracking": TrackingConfig(uri="sqlite:////data/my.db")})
+    assert curves(file) == "mlflow server --backend-store-uri sqlite:////data/my.db"
 
 
 @pytest.fixture
