@@ -19,7 +19,7 @@ from pathlib import Path
 
 from results.row import Row, write_rows
 
-from tidemill.observe.events import read_events
+from tidemill.observe.events import StepFinished, read_events
 from tidemill.observe.report import Summary
 from tidemill.observe.timeline import newest_attempt, overlap, svg
 
@@ -52,9 +52,9 @@ class Finished:
         done = sorted(output.glob(f"{mode}-*/summary.json"), key=lambda path: path.stat().st_mtime)
         if not done:
             return None
-        activities = newest_attempt(read_events(done[-1].with_name("events.jsonl")))
-        syncs = sum(name == "sync" for activity in activities for name, _, _ in activity.phases)
-        return cls(mode, done[-1].parent, Summary.read(done[-1]), overlap(activities), syncs)
+        events = read_events(done[-1].with_name("events.jsonl"))
+        versions = max(event.version for event in events if isinstance(event, StepFinished))
+        return cls(mode, done[-1].parent, Summary.read(done[-1]), overlap(newest_attempt(events)), versions)
 
     def line(self) -> str:
         """A row of the table, as Markdown."""

@@ -25,7 +25,7 @@ from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.effects import long_warmup, other_processor, rare_scores, trained_held_out
+from tidemill.effects import long_warmup, other_processor, rare_checkpoints, rare_scores, trained_held_out
 from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.excerpt import counted
@@ -164,6 +164,7 @@ class Run:
             *trained_held_out(config.data),
             *long_warmup(config.trainer, config.asynchrony),
             *rare_scores(config.evaluation, config.trainer, config.asynchrony),
+            *rare_checkpoints(config.checkpoint, config.trainer, config.asynchrony),
             *other_processor(config.rollout, gpus),
         ):
             observer.notice(text)

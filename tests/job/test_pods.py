@@ -221,8 +221,9 @@ def test_run_trains_to_its_end(trained: Trained) -> None:
     assert trained.status == 0, trained.screen + log[-5000:]
     assert [event.step for event in trained.events if isinstance(event, StepFinished)] == list(range(1, STEPS + 1))
     assert trained.summary.steps == STEPS
-    canary = max(e.metrics["sync/canary_gap"] for e in trained.events if isinstance(e, StepFinished))
-    assert canary < 1e-3
+    steps = [event.metrics for event in trained.events if isinstance(event, StepFinished)]
+    gaps = [metrics["sync/canary_gap"] for metrics in steps if "sync/canary_gap" in metrics]
+    assert 0 <= max(gaps) < 1e-3
 
 
 def test_pods_are_waited_for_and_named(trained: Trained) -> None:

@@ -5,8 +5,9 @@ v + eta (eta is `max_staleness`). With versions that last T seconds, that leaves
 
     (eta + 1) * T - r - (time since v began)
 
-where r is how long before the end of a version its last batch is taken. It is not seen, but it is no longer than
-T / (steps of a version), nor than the time since the last group of that batch was finished.
+where r is how long before the end of a version its last batch is taken. It is not seen, but it is about
+T / (steps of a version) where the trainer waits for nothing, and no longer than the time since the last group of that
+batch was finished.
 
 Data is read many times, and a prompt's responses are about as long as in the pass before (He et al. 2025,
 arXiv:2508.18588, section 3). So a prompt that took long the last time and would start late in a version is put off to

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidemill.observe.aggregate import together
+from tidemill.observe.timings import Interval, Timings
 from tidemill.protocols import Generation, PauseMode
 
 
@@ -47,6 +49,7 @@ class WeightSync:
     tasks: asyncio.TaskGroup
     _adoption: asyncio.Task[None] | None = field(default=None, repr=False)
     _reports: list[Mapping[str, float]] = field(default_factory=list)
+    _timings: Timings = field(default_factory=Timings)
 
     @property
     def under_way(self) -> bool:
@@ -76,7 +79,18 @@ class WeightSync:
         reports, self._reports = self._reports, []
         return together(reports)
 
+    def take_intervals(self) -> list[Interval]:
+        """When engines adopted versions beside the trainer, of the adoptions that ended since the last call."""
+        taken, self._timings = self._timings, Timings()
+        return taken.intervals
+
     async def _publish(self, version: int, exported: Callable[[], None]) -> None:
-        report = await self.publisher.publish(version, self.mode, exported)
-        await self.generation.begin_version(version)
+        with ExitStack() as adoption:
+
+            def learn_on() -> None:
+                adoption.enter_context(self._timings.phase("adopt"))
+                exported()
+
+            report = await self.publisher.publish(version, self.mode, learn_on)
+            await self.generation.begin_version(version)
         self._reports.append(report)
