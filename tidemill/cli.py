@@ -13,7 +13,7 @@ from tidemill.command.arguments import parse
 from tidemill.command.models import evaluate, generate, ui
 from tidemill.command.need import need_kubernetes
 from tidemill.command.pipelines import compile_pipeline, convert_verl, schedule, submit
-from tidemill.command.runs import refuse_run_of_this_machine, run, timeline, train
+from tidemill.command.runs import check, refuse_run_of_this_machine, run, timeline, train
 from tidemill.errors import ConfigError, EngineError, TidemillError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -38,6 +38,7 @@ def remote(arguments: argparse.Namespace) -> int:
 
 COMMANDS = {
     "run": run,
+    "check": check,
     "train": train,
     "evaluate": evaluate,
     "generate": generate,

@@ -48,7 +48,9 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=DNS_LABEL, max_length=63)]
     """Identifies the run: its folder, checkpoints and MLflow run. A restart under the same name resumes."""
     model: Text
-    """A local folder, `s3://bucket/prefix`, `models:/NAME/VERSION` of the registry, or a Hugging Face name."""
+    """A local folder (relative to the working directory), `s3://bucket/prefix`, `models:/NAME/VERSION` of the registry,
+    or a Hugging Face name, of a causal language model with full attention in all layers, such as Llama and Qwen.
+    Sliding windows, layers with a state (Mamba) and capped or scaled logits are refused."""
     output: Path = Path("runs")
     """Folder of run folders, the embedded store and the default MLflow file."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -168,6 +170,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from decoupled(config)
     yield from held_out(config)
     yield from reward_names(config)
+    yield from folder_name(config)
     yield from without_effect(config)
     yield from model_address(config.model)
     yield from hub_addresses(config.data)
@@ -327,6 +330,19 @@ def reward_names(config: RunConfig) -> Iterator[ConfigError]:
                 "a function whose name has no letters but a to z, because a metric gets it and MLflow takes no others"
             )
             yield ConfigError(f"rewards.{place}.function", reward.function, allowed, "Rename it.")
+
+
+def folder_name(config: RunConfig) -> Iterator[ConfigError]:
+    """A folder of runs whose name means something else to who keeps files in it."""
+    folder = str(config.output.expanduser().absolute())
+    embedded, database = config.store.endpoint == "embedded", config.tracking.uri is None
+    for sign, used, meaning in (
+        (",", embedded, "the embedded store takes what stands around one for two folders"),
+        ("?", database, "MLflow takes it for the end of the file's name"),
+        ("%", database, "MLflow takes it for the code of another letter"),
+    ):
+        if used and sign in folder:
+            yield ConfigError("output", folder, f"a path without {sign!r}: {meaning}", "Name another folder.")
 
 
 def on_kubernetes(config: RunConfig) -> Iterator[ConfigError]:

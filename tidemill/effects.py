@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from tidemill.errors import ConfigError, in_yaml
 from tidemill.sections import (
     AsynchronyConfig,
+    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     KubernetesConfig,
@@ -154,12 +155,29 @@ def trained_held_out(data: DataConfig) -> Iterator[str]:
 
 def rare_scores(evaluation: EvaluationConfig, trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> Iterator[str]:
     """A notice of scores during training that are never due: they are counted in versions, and not in steps."""
-    versions = math.ceil(trainer.steps / asynchrony.trigger_parameter_sync_step)
+    versions = versions_of(trainer, asynchrony)
     if evaluation.every > versions:
         yield (
             f"evaluation.every = {evaluation.every} is more than the {versions} policy versions of the run: held-out "
             "prompts are not scored during training"
         )
+
+
+def rare_checkpoints(
+    checkpoint: CheckpointConfig, trainer: TrainerConfig, asynchrony: AsynchronyConfig
+) -> Iterator[str]:
+    """A notice of checkpoints that are never due before the end: they too are counted in versions."""
+    versions = versions_of(trainer, asynchrony)
+    if checkpoint.every > versions:
+        yield (
+            f"checkpoint.every = {checkpoint.every} is more than the {versions} policy versions of the run: its only "
+            "checkpoint is the one at the end"
+        )
+
+
+def versions_of(trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> int:
+    """Policy versions that a run makes."""
+    return math.ceil(trainer.steps / asynchrony.trigger_parameter_sync_step)
 
 
 def other_processor(rollout: RolloutConfig, gpus: bool) -> Iterator[str]:

@@ -25,7 +25,7 @@ from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.effects import long_warmup, other_processor, rare_scores, trained_held_out
+from tidemill.effects import long_warmup, other_processor, rare_checkpoints, rare_scores, trained_held_out
 from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.excerpt import counted
@@ -164,6 +164,7 @@ class Run:
             *trained_held_out(config.data),
             *long_warmup(config.trainer, config.asynchrony),
             *rare_scores(config.evaluation, config.trainer, config.asynchrony),
+            *rare_checkpoints(config.checkpoint, config.trainer, config.asynchrony),
             *other_processor(config.rollout, gpus),
         ):
             observer.notice(text)
@@ -257,10 +258,20 @@ class Run:
             await parts.close()
 
     async def settle(self) -> None:
-        """Wait for the upload under way; its failure is the run's."""
+        """Wait for the upload under way; its failure is the run's.
+
+        Raises:
+            RunError: it takes longer than `UPLOAD_TIMEOUT_S`.
+            StoreError: it failed.
+        """
         upload, self.upload = self.upload, None  # told once, also where it failed and the run is closed for that
-        if upload is not None:
-            self.checkpoint_uri = await asyncio.wait_for(upload, UPLOAD_TIMEOUT_S)
+        if upload is None:
+            return
+        try:
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                self.checkpoint_uri = await upload
+        except TimeoutError as error:
+            raise RunError(f"a checkpoint was not stored within {UPLOAD_TIMEOUT_S:g} s; is the store slow?") from error
 
     def summarise(
         self,

@@ -264,7 +264,8 @@ class StoreConfig(Section):
     """S3 object store. Keys come from TIDEMILL_S3_ACCESS_KEY and TIDEMILL_S3_SECRET_KEY, never from here."""
 
     endpoint: str = "embedded"
-    """`embedded` starts a server of its own below `output`; or the `http(s)://host:port` of any S3 server."""
+    """`embedded` starts a server of its own below `output`; or the `http(s)://host:port` of any S3 server, which
+    machines may share: no new run gets the name of another, and of two trainings under one name the newer goes on."""
     bucket: Annotated[str, Field(min_length=3, max_length=63, pattern=BUCKET)] = "tidemill"
     """Bucket for checkpoints and models; made if it does not exist."""
 

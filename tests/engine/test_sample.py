@@ -13,7 +13,7 @@ import pytest
 from tidemill.errors import DataError, EngineError
 from tidemill.protocols import Sampling
 from tidemill.records import VersionSpan
-from tidemill.rollout.sample import Sample, prompt_log_probs, sampling_options, settled
+from tidemill.rollout.sample import Sample, piece_seed, prompt_log_probs, sampling_options, settled
 
 SPECIAL = 256
 
@@ -157,3 +157,11 @@ def test_a_sample_that_goes_on_has_the_rest_of_its_budget_and_noise_of_its_own()
     rest = sampling_options(sampling, 2, 7)
     assert ([each["max_tokens"] for each in whole], rest["max_tokens"]) == ([10] * 4, 3)
     assert len({each["seed"] for each in [*whole, rest]}) == 5
+
+
+def test_no_two_samples_or_pieces_share_noise() -> None:
+    groups, samples, positions = range(5), range(4), (0, 1, 2, 300)
+    asked = [Sampling(4, 500, 1.0, seed=group) for group in groups]
+    drawn = [piece_seed(sampling, index, at) for sampling in asked for index in samples for at in positions]
+    assert len(set(drawn)) == len(drawn) == 5 * 4 * 4
+    assert piece_seed(Sampling(4, 500, 1.0), 1, 2) is None

@@ -31,6 +31,12 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert (found.path, found.source) == (folder, "local folder")
 
 
+def test_a_local_folder_is_found_from_any_folder_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("model", tmp_path).path == tmp_path / "model"
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_an_incomplete_folder_is_refused_by_what_it_lacks(tmp_path: Path, missing: str) -> None:
     folder = make_model(tmp_path / "model")

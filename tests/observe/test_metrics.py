@@ -94,7 +94,8 @@ def test_a_response_without_tokens_is_not_stale() -> None:
 
 def test_two_spans_of_one_version_are_not_a_partial_rollout() -> None:
     whole = group(1, rollout(0.0, ((5, 1), (5, 1))))
-    assert group_metrics([whole], 5, advantages(whole))["staleness/partial_ratio"] == 0
+    metrics = group_metrics([whole], 7, advantages(whole))
+    assert [metrics[f"staleness/{name}"] for name in ("max", "partial_ratio", "partial_span_max")] == [2, 0, 0]
 
 
 def test_rewards_that_differ_by_rounding_alone_are_the_same() -> None:

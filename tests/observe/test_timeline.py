@@ -13,7 +13,9 @@ from tidemill.cli import main
 from tidemill.errors import DataError
 from tidemill.observe.events import Activity, EventLog, Notice, StepFinished
 from tidemill.observe.timeline import (
+    ADOPT,
     Load,
+    adoptions,
     common,
     last_steps,
     loads,
@@ -52,6 +54,18 @@ def test_phases_inside_others_are_left_out() -> None:
     assert [(p.name, p.step) for p in phases(STEPS)] == [
         ("get_groups", 1), ("update_actor", 1), ("get_groups", 2), ("update_actor", 2), ("sync", 2)
     ]  # fmt: skip
+
+
+def test_adoptions_are_drawn_beside_the_trainer_within_its_time() -> None:
+    late = [[ADOPT, 90, 105], [ADOPT, 118.5, 121], [ADOPT, 125, 140]]
+    steps = [STEPS[0], replace(STEPS[1], phases=[*STEPS[1].phases, *late])]
+    assert adoptions(steps) == [Load(100, 105, 1), Load(118.5, 121, 1), Load(125, 126, 1)]
+    assert phases(steps) == phases(STEPS)
+    assert overlap(steps) == overlap(STEPS)
+    strip = next(ElementTree.fromstring(svg(steps)).iter(f"{NAMESPACE}path")).get("d", "")
+    assert strip.startswith("M90,83.0H282V87.2H283V89.0H801")  # 5 of 26 s, as far as 192.3 of the 1000 columns
+    traced = [event for event in json.loads(trace(steps))["traceEvents"] if event["name"] == "engines adopt"]
+    assert [(event["ts"], event["dur"]) for event in traced] == [(0, 5e6), (18.5e6, 2.5e6), (25e6, 1e6)]
 
 
 def test_only_the_newest_attempt_is_drawn() -> None:

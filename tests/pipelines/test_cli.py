@@ -97,7 +97,47 @@ def test_inputs_are_looked_at_before_a_model_is_scored(setting: str, capsys: pyt
     assert setting.partition("=")[2] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_run_that_may_begin_is_told_and_none_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", EXAMPLE, f"output={tmp_path / 'runs'}"]) == 0
+    assert capsys.readouterr().out == f"{EXAMPLE}: nothing is wrong; a run may begin\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.held_out=gone.jsonl", "gone.jsonl"),
+        ("rewards.0.function=exact_numbr", "exact_numbr"),
+        ("model=./no-such-model", "no-such-model"),
+        ("rollout.engines=100000", "not enough memory"),
+        ("output=/dev/null/runs", "output = '/dev/null/runs': allowed is a folder that can be made and written to"),
+        ("store.endpoint=http://127.0.0.1:1", "127.0.0.1:1"),
+        ("tracking.uri=http://127.0.0.1:1", "tracking.uri = 'http://127.0.0.1:1'"),
+        (
+            "{provider: kuberay}",
+            "cluster.provider = 'kuberay': allowed is local or existing: this machine is looked at, and no cluster. "
+            f"`tidemill submit {EXAMPLE} --dry-run` checks a run for a cluster.",
+        ),
+    ],
+)
+def test_run_that_cannot_succeed_is_found_without_starting_it(
+    setting: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", "a")
+    monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "b")
+    pods = ["sync.transport=object_store", "store.endpoint=http://store:9000", "tracking.uri=http://mlflow:5000"]
+    settings = [f"cluster={setting}", *pods] if setting.startswith("{") else [setting]
+    assert main(["check", EXAMPLE, f"output={tmp_path / 'runs'}", *settings]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["check", "train", "evaluate"])
 def test_reward_of_the_working_directory_is_found_by_the_installed_command(command: str, tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("def score(response, *, prompt, answer, extra): return 1.0\n")
     script = "import sys; sys.path.remove(''); from tidemill.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,17 +14,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from rich.console import Console
 
+from tidemill.command.arguments import parse
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, RunError
+from tidemill.errors import ConfigError, ModelError, RunError
 from tidemill.failure import Failure
 from tidemill.local.launch import go_on, start
 from tidemill.local.outcome import (
+    curves,
+    generate_command,
     keep_ray_logs,
     program,
     report,
@@ -33,15 +39,19 @@ from tidemill.local.outcome import (
     tail_of,
 )
 from tidemill.local.run_folder import begin, earlier, exclusive, fresh
+from tidemill.observe.report import Summary
 from tidemill.run_file import load_config
+from tidemill.sections import StoreConfig, TrackingConfig
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.mlflow_server import make_client, tracking_uri
 from tidemill.store.restart import identity
+from tidemill.store.server import embedded_store
 from tidemill.store.tracking import Tracker
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/addition.yaml"
 TIMEOUT_S = 300
+SUMMARY = Summary(1, None, None, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None)
 SLOW_REWARD = """
 import time
 open("imported", "w").close()
@@ -113,6 +123,17 @@ def test_name_under_which_the_store_has_a_checkpoint_is_not_fresh(example: RunCo
         checkpoints.commit(1, first.folder, {})
     shutil.rmtree(first.folder)
     assert fresh(moved(example, tmp_path / "runs")).name == "addition-2"
+
+
+def test_machines_that_share_a_store_give_no_name_twice(
+    example: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with embedded_store(tmp_path / "shared") as server:
+        monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", server.access_key)
+        monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", server.secret_key)
+        shared = example.model_copy(update={"store": StoreConfig(endpoint=server.endpoint)})
+        names = [fresh(moved(shared, tmp_path / machine)).name for machine in ("one", "two", "one")]
+    assert names == ["addition-1", "addition-2", "addition-3"]
 
 
 def test_versions_of_several_runs_stand_under_one_model(example: RunConfig, tmp_path: Path) -> None:
@@ -209,6 +230,32 @@ def test_program_that_is_no_file_is_named_beside_one_that_is_installed(
     assert program() == "-c"
 
 
+def asked(config: RunConfig, **facts: str) -> argparse.Namespace:
+    """The arguments of the command that is shown at the end of a run."""
+    words = shlex.split(generate_command(config, replace(SUMMARY, **facts)))
+    return parse(words[words.index("generate") :])
+
+
+def test_commands_at_the_end_find_what_the_run_left(addition: RunConfig) -> None:
+    config = addition.model_copy(update={"output": addition.output.with_name("my runs")})
+    (config.folder / "model").mkdir(parents=True)
+    left = asked(config)
+    assert (left.model, left.output) == (str(config.folder / "model"), str(config.output))
+    assert (left.endpoint, left.tracking) == ("embedded", None)
+    assert curves(config).endswith(f" ui --output '{config.output}'")
+
+
+def test_commands_at_the_end_name_the_servers_that_the_run_had(addition: RunConfig) -> None:
+    store, mlflow = StoreConfig(endpoint="http://store:9000"), TrackingConfig(uri="http://mlflow:5000")
+    config = addition.model_copy(update={"store": store, "tracking": mlflow})
+    left = asked(config, model_uri="s3://tidemill/runs/a/model/3")
+    assert left.model == "s3://tidemill/runs/a/model/3", "there is no folder of it here"
+    assert asked(config, model_version="a/1").model == "models:/a/1"
+    assert (left.endpoint, left.tracking, curves(config)) == (store.endpoint, mlflow.uri, mlflow.uri)
+    file = addition.model_copy(update={"tracking": TrackingConfig(uri="sqlite:////data/my.db")})
+    assert curves(file) == "mlflow server --backend-store-uri sqlite:////data/my.db"
+
+
 @pytest.fixture
 def screen() -> Console:
     return Console(file=io.StringIO(), width=200)
@@ -302,6 +349,17 @@ def test_new_attempt_forgets_how_the_last_one_ended(addition: RunConfig) -> None
     (addition.folder / "summary.json").write_text("{}")
     begin(addition)
     assert [path.name for path in addition.folder.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+def test_model_that_no_alias_names_is_refused_before_there_is_a_run(
+    addition: RunConfig, screen: Console, empty_mlflow: Path
+) -> None:
+    addition.output.mkdir()
+    shutil.copy(empty_mlflow, addition.output / "mlflow.db")
+    with pytest.raises(ModelError, match="is not in the registry"):
+        start(addition.model_copy(update={"model": "models:/gone@champion"}), screen)
+    assert not (addition.output / "addition-1").exists()
 
 
 def test_start_that_the_lock_refuses_makes_no_folder(addition: RunConfig, screen: Console) -> None:

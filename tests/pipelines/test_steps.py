@@ -22,18 +22,29 @@ from tidemill_components.validate import validate
 from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill.config import RunConfig
-from tidemill.errors import ConfigError, DataError, EngineError, RewardError, RunError, StoreError, TidemillError
+from tidemill.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    RunError,
+    StoreError,
+    StoreRefusedError,
+    TidemillError,
+)
 from tidemill.failure import Failure
 from tidemill.observe.events import PhaseStarted, read_events
 from tidemill.observe.report import Summary
 from tidemill.pipeline.preflight import check_inputs, check_model, check_room, rooms
-from tidemill.pipeline.provider import sole_training
+from tidemill.pipeline.provider import claimed, sole_training
 from tidemill.pipeline.steps import seconds_by_step, step
 from tidemill.run_file import load_config, parse_config
 from tidemill.sections import SyncConfig
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.restart import identity
 from tidemill.store.server import embedded_store
+from tidemill.store.weed import folder_keys
 
 BAD = "name: probe"
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
@@ -283,7 +294,9 @@ def test_joining_a_ray_without_its_address_is_refused(addition: RunConfig, monke
     validated(changed(addition, "cluster.provider=existing"))
 
 
-def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig) -> None:
+def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         setting = f"tracking.uri=http://127.0.0.1:{server.getsockname()[1]}"
@@ -300,14 +313,44 @@ def test_unreachable_store_is_refused(addition: RunConfig, monkeypatch: pytest.M
         validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
 
 
+def test_store_that_may_only_be_read_is_refused(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, keys = tmp_path / "elsewhere", {"accessKey": "reader", "secretKey": "secret-of-the-reader"}
+    folder.mkdir()
+    owner = folder_keys(folder)
+    identities = json.loads((folder / "s3.json").read_text())["identities"]
+    identities.append({"name": "reader", "credentials": [keys], "actions": ["Read", "List"]})
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+    with embedded_store(folder) as server:
+        text = changed(addition, f"store.endpoint={server.endpoint}")
+        for access, secret in (owner, tuple(keys.values())):
+            monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", access)
+            monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", secret)
+            if access == "reader":
+                with pytest.raises(StoreRefusedError, match=r"runs/addition/probe at .*AccessDenied"):
+                    validated(text)
+            else:
+                validated(text)
+
+
 def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition: RunConfig, tmp_path: Path) -> None:
     text = changed(addition, "checkpoint.resume=never")
     validated(text)
     with open_checkpoints(addition) as checkpoints:
-        checkpoints.commit(1, tmp_path, {})
+        checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
     with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
         validated(text)
     validated(addition.to_yaml())
+
+
+def test_settings_that_a_checkpoint_does_not_fit_are_refused_first(addition: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/model.safetensors").touch()
+    with open_checkpoints(addition) as checkpoints:
+        checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition)})
+    with pytest.raises(ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, with which addition was"):
+        validated(changed(addition, "asynchrony.max_staleness=2"))
 
 
 def test_settings_that_a_checkpoint_in_a_store_elsewhere_does_not_fit_are_refused_first(
@@ -335,6 +378,25 @@ def test_a_run_is_trained_by_one_process_at_a_time(addition: RunConfig) -> None:
             sole_training(addition),
         ):
             pass
+
+
+def test_training_that_began_last_goes_on_in_a_store_that_two_machines_share(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with claimed(addition) as claim:
+        assert claim is None, "its store lies below a folder that is locked"
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/model.safetensors").touch()
+    with embedded_store(tmp_path / "shared") as server:
+        monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", server.access_key)
+        monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", server.secret_key)
+        run = parse_config(changed(addition, f"store.endpoint={server.endpoint}"))
+        with claimed(run) as first, claimed(run) as second:
+            with open_checkpoints(run, second) as checkpoints:
+                checkpoints.commit(1, tmp_path / "parts", {})
+            refused = pytest.raises(CheckpointError, match="attempt 1 of addition commits nothing any more: attempt 2")
+            with open_checkpoints(run, first) as checkpoints, refused:
+                checkpoints.commit(2, tmp_path / "parts", {})
 
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

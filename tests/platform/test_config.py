@@ -380,3 +380,26 @@ def test_an_evaluation_mode_that_cannot_work_is_refused() -> None:
     assert refusal(held_out, "evaluation.mode=concurrent").key == "evaluation.mode"
     spare = refusal(held_out, "evaluation.mode=spare", "evaluation.every=2")
     assert "rollout.engines = 1" in str(spare)
+
+
+@pytest.mark.parametrize(
+    ("folder", "elsewhere", "meaning"),
+    [
+        ("/runs/a,b", "store.endpoint=http://store:9000", "takes what stands around one for two folders"),
+        ("/runs/a?b", "tracking.uri=http://mlflow:5000", "MLflow takes it for the end of the file's name"),
+        ("/runs/a%20b", "tracking.uri=http://mlflow:5000", "MLflow takes it for the code of another letter"),
+    ],
+)
+def test_folder_whose_name_its_users_would_misread_is_refused(folder: str, elsewhere: str, meaning: str) -> None:
+    error = refusal(f"output={folder}")
+    assert (error.key, error.value) == ("output", folder)
+    assert meaning in error.allowed
+    assert str(parse(f"output={folder}", elsewhere).output) == folder
+
+
+def test_folder_of_runs_is_read_with_the_folder_that_it_is_relative_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a,b").mkdir()
+    monkeypatch.chdir(tmp_path / "a,b")
+    assert refusal().value == str(tmp_path / "a,b/runs")

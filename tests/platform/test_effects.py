@@ -10,6 +10,7 @@ from tidemill.effects import (
     RUNTIME_ENVIRONMENT,
     long_warmup,
     other_processor,
+    rare_checkpoints,
     rare_scores,
     trained_held_out,
 )
@@ -107,6 +108,16 @@ def test_scores_that_are_never_due_are_told() -> None:
     )
     [text] = told("evaluation.every=4", "asynchrony.trigger_parameter_sync_step=4")
     assert text.startswith("evaluation.every = 4 is more than the 3 policy versions of the run")
+
+
+def test_checkpoints_that_are_never_due_before_the_end_are_told() -> None:
+    def told(*overrides: str) -> list[str]:
+        run = parse("trainer.steps=12", *overrides)
+        return [*rare_checkpoints(run.checkpoint, run.trainer, run.asynchrony)]
+
+    assert told("checkpoint.every=12") == told("checkpoint.every=0") == []
+    [text] = told("asynchrony.trigger_parameter_sync_step=4", "checkpoint.every=4")
+    assert text.startswith("checkpoint.every = 4 is more than the 3 policy versions of the run")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def test_reasoning_gym_scores_by_the_entry_and_prefers_the_tagged_answer() -> No
     assert reward("reasoning_gym", f" {answer}\n", answer, **extra) == 1.0
     assert reward("reasoning_gym", f"I think\n<answer>{answer}</answer>", answer, **extra) == 1.0
     assert reward("reasoning_gym", "<answer>x</answer>", answer, **extra) == 0.0
+    tries = [f"<answer>{first}</answer> no: <answer>{last}</answer>" for first, last in (("x", answer), (answer, "x"))]
+    assert [reward("reasoning_gym", text, answer, **extra) for text in tries] == [1.0, 0.0]  # the last one counts
     with pytest.raises(RewardError, match="no column 'entry'"):
         reward("reasoning_gym", "1", "1")
 

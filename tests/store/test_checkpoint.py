@@ -242,6 +242,18 @@ def test_a_published_model_replaces_an_earlier_upload(weed: ObjectStore, tmp_pat
     assert [item.key for item in weed.list("runs")] == ["runs/run/model/4/config.json"]
 
 
+def test_an_upload_that_breaks_off_leaves_the_model_that_was_there(weed: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf" / name).write_text(name)
+    Checkpoints(weed, "run", 2).publish_model(4, tmp_path / "hf")
+    for operations in range(2):
+        with pytest.raises(Crash):
+            Checkpoints(CrashingStore(weed, operations), "run", 2).publish_model(4, tmp_path / "hf")
+        for name in ("config.json", "model.safetensors"):
+            assert weed.get_bytes(f"runs/run/model/4/{name}") == name.encode()
+
+
 def test_the_store_of_a_run_holds_its_checkpoints(run_config: RunConfig, tmp_path: Path) -> None:
     with open_checkpoints(run_config) as checkpoints:
         checkpoints.commit(1, write_parts(tmp_path / "made", 1), {"version": 1})

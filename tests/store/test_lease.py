@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.errors import CheckpointError, RunError, StoreError
 from tidemill.store.checkpoint import Checkpoints
-from tidemill.store.lease import Claim, Fence, lease_key, leased, remove_lease
+from tidemill.store.lease import Claim, Fence, lease_key, leased, next_claim, remove_lease, reserve
 from tidemill.store.object_store import ObjectStore, StoredObject
 from tidemill.store.record import Record
 
@@ -126,3 +126,23 @@ def test_what_is_no_lease_is_refused(weed: ObjectStore) -> None:
     weed.put_bytes(lease_key("a"), b"{}")
     with pytest.raises(StoreError, match="is no lease of a run"):
         fence(weed, 1).take()
+
+
+def test_of_many_that_want_a_name_for_a_new_run_one_gets_it(store: ObjectStore) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        assert sum(threads.map(lambda n: reserve(store, "a"), range(16))) == 1
+    with leased(store, "a", Claim(1, "x")):
+        assert not reserve(store, "a")
+
+
+def test_a_claim_of_who_does_not_count_goes_before_all_there_were(weed: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("weights")
+    assert reserve(weed, "a")
+    first = next_claim(weed, "a")
+    with leased(weed, "a", first):
+        second = next_claim(weed, "a")
+        with leased(weed, "a", second):
+            Checkpoints(weed, "a", 2, second).commit(3, tmp_path, {})
+            with pytest.raises(CheckpointError, match="attempt 1 of a commits nothing any more: attempt 2 took"):
+                Checkpoints(weed, "a", 2, first).commit(4, tmp_path, {})
+    assert next_claim(weed, "a").attempt == 3

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tidemill.config import RunConfig
-from tidemill.errors import StoreError
+from tidemill.errors import ConfigError, StoreError
+from tidemill.pipeline.preflight import check_tracking
 from tidemill.store import mlflow_server
 from tidemill.store.mlflow_server import await_answer
 
@@ -65,6 +66,18 @@ def test_a_server_that_answers_or_refuses_is_not_waited_for(addition: RunConfig,
     with answering([status]) as uri:
         await_answer(at(uri, addition), told.append)
     assert told == []
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_server_that_does_not_let_us_in_is_refused_before_anything_is_paid_for(status: int) -> None:
+    with answering([status]) as uri, pytest.raises(ConfigError, match=r"lets us in.*MLFLOW_TRACKING_PASSWORD; pods"):
+        check_tracking(uri)
+
+
+@pytest.mark.parametrize("status", [200, 429, 500, 503])
+def test_a_server_that_is_busy_or_back_soon_is_not_refused(status: int) -> None:
+    with answering([status]) as uri:
+        check_tracking(uri)
 
 
 def test_the_wait_has_an_end(addition: RunConfig) -> None:

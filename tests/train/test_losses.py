@@ -58,6 +58,8 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
     assert clip(10.0, -2.0, dual=None)[:2] == pytest.approx((20.0, 20.0))
     assert clip(2.0, -2.0, dual=3.0)[:2] == pytest.approx((4.0, 4.0))
     assert clip(10.0, 2.0, dual=3.0)[:2] == pytest.approx((-2.4, 0.0))
+    counted = [clip(ratio, -2.0, dual=3.0)[2]["clipped"].item() for ratio in (10.0, 2.0, 0.5)]
+    assert counted == [1, 0, 1]
 
 
 def test_a_zero_advantage_has_no_gradient() -> None:
@@ -105,3 +107,10 @@ def test_kl_penalty_pulls_to_the_reference() -> None:
     penalty.backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == pytest.approx([0.0, 0.5 * (1 - math.e) / 4])  # d k3 / d log_prob = 1 - r
+
+
+def test_a_reference_at_infinite_distance_gives_finite_gradients() -> None:
+    log_probs = torch.tensor([0.0, -1e6], requires_grad=True)
+    penalty, sums = kl_penalty(log_probs, torch.tensor([-1e6, 0.0]), torch.ones(2), denominator=1.0)
+    penalty.backward()
+    assert torch.isfinite(penalty) and torch.isfinite(sums["reference"]) and torch.isfinite(log_probs.grad).all()

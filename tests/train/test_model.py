@@ -1,16 +1,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma3Config,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from tidemill.errors import ModelError
-from tidemill.train.model import load_model
+from tidemill.train.model import load_model, outline_model
 from tidemill.train.tensor_file import write_tensors
 
 
@@ -78,3 +88,52 @@ def test_what_packing_would_compute_differently_is_refused(llama: Path, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config | setting))
     with pytest.raises(ModelError, match=next(iter(setting))):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"layer_types": ["sliding_attention", "full_attention"]}, {"final_logit_softcapping": 30.0}]
+)
+def test_settings_of_the_language_model_within_another_are_refused_too(tmp_path: Path, setting: dict) -> None:
+    text = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "final_logit_softcapping": None} | setting
+    Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=next(iter(setting))):
+        load_model(tmp_path)
+
+
+def test_a_model_whose_layers_hand_on_a_state_is_refused(tmp_path: Path) -> None:
+    """Its config says nothing of sliding windows or layer types, and an attention mask does not hold its state back."""
+    attention = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8}
+    config = FalconH1Config(vocab_size=97, num_key_value_heads=2, **attention, **mamba)
+    FalconH1ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"layers with a state \(falcon_h1\)"):
+        load_model(tmp_path)
+
+
+def opt(folder: Path) -> None:
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 2}
+    config = OPTConfig(vocab_size=97, num_hidden_layers=2, dropout=0.5, attention_dropout=0.5, layerdrop=0.5, **sizes)
+    OPTForCausalLM(config).save_pretrained(folder)
+
+
+def mixtral(folder: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(
+        vocab_size=97, num_hidden_layers=2, num_local_experts=4, router_jitter_noise=0.5, initializer_range=0.3, **sizes
+    )
+    MixtralForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("save", [opt, mixtral])
+def test_no_forward_pass_is_random_whatever_the_config_says(tmp_path: Path, save: Callable[[Path], None]) -> None:
+    """Activations are recomputed in training mode only, where layers have dropout and routers jitter."""
+    save(tmp_path)
+    groups = random_groups(2)
+    (batches,) = batches_of(groups, random_advantages(groups), 500)
+    plain, checkpointing = (make_rank(tmp_path, gradient_checkpointing=value) for value in (False, True))
+    expected = plain.log_probs(batches)[0]
+    for policy in (checkpointing, checkpointing):
+        torch.testing.assert_close(policy.forward(policy.network, batches[0]).detach().numpy(), expected)
+    config = json.loads((tmp_path / "config.json").read_text())
+    outline = outline_model(tmp_path, gradient_checkpointing=True)
+    assert outline.training and 0.5 in config.values() and 0.5 not in outline.config.to_dict().values()

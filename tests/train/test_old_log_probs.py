@@ -282,6 +282,8 @@ def test_a_mode_reports_what_it_has_also_in_a_skipped_step(llama: Path, mode: st
     for batches in (batches_for(groups)[0], [MicroBatch.of([])]):
         found = rank.update(batches, 50.0, VERSION)
         assert {name.removeprefix("correction/") for name in found if name.startswith("correction/")} == names
+    neutral = {"old_rollout_gap": 0, "weight_mean": 1, "weight_max": 0, "truncated_ratio": 0}  # of no token at all
+    assert {name: found[f"correction/{name}"] for name in names} == {name: neutral[name] for name in names}
 
 
 def test_a_skipped_step_does_not_raise_the_largest_weight(llama: Path) -> None:

@@ -204,10 +204,25 @@ def test_updates_make_good_responses_likelier(llama: Path) -> None:
     assert rank.log_probs(batches)[0].sum() > before
 
 
+def test_weights_decay_by_the_rate_apart_from_their_gradient(llama: Path) -> None:
+    groups, (plain, decaying) = random_groups(2), (make_rank(llama, weight_decay=decay) for decay in (0.0, 0.5))
+    before = {name: parameter.detach().clone() for name, parameter in plain.parameters.items()}
+    for rank in (plain, decaying):
+        rank.update(batches_of(groups, random_advantages(groups), 500)[0], 20.0)
+    for name, value in before.items():
+        decayed = plain.parameters[name] - plain.trainer.learning_rate * 0.5 * value
+        torch.testing.assert_close(decaying.parameters[name], decayed, rtol=0, atol=1e-6)
+
+
 def test_warm_up_is_linear_and_then_constant(llama: Path) -> None:
     rank, groups = make_rank(llama, learning_rate=0.3, warmup_steps=2), random_groups(1)
     (batches,) = batches_of(groups, random_advantages(groups), 500)
-    assert [rank.update(batches, 9.0)["lr"] for _ in range(4)] == pytest.approx([0.1, 0.2, 0.3, 0.3])
+    before = [parameter.detach().clone() for parameter in rank.parameters.values()]
+    rates = [rank.update(batches, 9.0)["lr"]]
+    moved = [(p - old).abs().max().item() for p, old in zip(rank.parameters.values(), before, strict=True)]
+    assert max(moved) == pytest.approx(rates[0], rel=1e-3)  # Adam's first step is the rate times the gradient's sign
+    rates += [rank.update(batches, 9.0)["lr"] for _ in range(3)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3])
 
 
 def test_a_step_without_targets_is_counted_and_changes_nothing(llama: Path) -> None:
@@ -252,6 +267,9 @@ def test_bfloat16_compute_keeps_float32_masters(llama: Path) -> None:
     (batches,) = batches_of(groups, random_advantages(groups), 500)
     rank.update(batches, 20.0)
     assert {parameter.dtype for parameter in rank.parameters.values()} == {torch.float32}
+    ids = torch.arange(3, 8)[None]
+    hidden = rank.network.hidden(ids, ids - 3, torch.ones(1, 1, 5, 5, dtype=torch.bool).tril())
+    assert hidden.dtype == torch.bfloat16  # so that the product with the vocabulary is, too
     found, plain = rank.log_probs(batches)[0], make_rank(llama)
     plain.update(batches, 20.0)
     assert np.abs(found - plain.log_probs(batches)[0]).mean() < 0.3

@@ -114,6 +114,7 @@ async def test_what_trainer_and_engines_did_is_reported_after_every_step() -> No
     activities = trainer.observer.activities
     assert [step for step, _, _ in activities] == [1, 2, 3, 4, 5]
     assert all({"get_groups", "update_actor", "sync", "step"} <= set(names) for _, names, _ in activities)
+    assert all("adopt" in names for _, names, _ in activities[1:])
     seen = {engine for _, _, loads in activities for engine in loads}
     assert seen == {f"engine {index}" for index in range(len(rig.engines))}
 

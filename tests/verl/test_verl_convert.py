@@ -64,7 +64,45 @@ def test_what_a_script_leaves_out_is_as_verl_has_it() -> None:
     run = config()
     assert (run.asynchrony.staleness_threshold, run.asynchrony.trigger_parameter_sync_step) == (0.1, 4)
     assert (run.trainer.ppo_mini_batch_size, run.trainer.weight_decay) == (256, 0.01)
+    assert (run.algorithm.kl_coef, run.algorithm.old_log_prob, run.checkpoint.every) == (0, "rollout", 0)
+    assert (run.trainer.ranks, run.rollout.engines, run.trainer.gradient_checkpointing) == (8, 4, True)
     assert "algorithm.adv_estimator = gae (verl's default): only grpo" in refusal("~algorithm.adv_estimator")
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("actor_rollout_ref.actor.clip_ratio_low=0.1", "algorithm.clip_low", 0.1),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.3", "algorithm.clip_high", 0.3),
+        ("actor_rollout_ref.actor.clip_ratio_c=5", "algorithm.dual_clip", 5.0),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "algorithm.aggregation", "token"),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.aggregation", "sequence"),
+        ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.normalize_std", False),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl_coef", 0.001),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.5", "algorithm.kl_coef", 0.0),
+        ("actor_rollout_ref.actor.optim.lr=3e-6", "trainer.learning_rate", 3e-6),
+        ("actor_rollout_ref.actor.optim.weight_decay=0.2", "trainer.weight_decay", 0.2),
+        ("actor_rollout_ref.actor.grad_clip=0.5", "trainer.max_grad_norm", 0.5),
+        ("actor_rollout_ref.actor.optim.clip_grad=0.5", "trainer.max_grad_norm", 0.5),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float32", "trainer.precision", "float32"),
+        ("trainer.nnodes=3", "trainer.ranks", 24),
+        ("rollout.nnodes=3", "rollout.engines", 12),
+        ("actor_rollout_ref.rollout.temperature=0.8", "rollout.temperature", 0.8),
+        ("actor_rollout_ref.rollout.dtype=float32", "rollout.dtype", "float32"),
+        ("actor_rollout_ref.rollout.standalone_gpu_memory_utilization=0.7", "rollout.gpu_memory_utilization", 0.7),
+        ("data.max_prompt_length=100", "data.max_prompt_tokens", 100),
+        ("data.max_response_length=100", "rollout.max_new_tokens", 100),
+        ("data.shuffle=False", "data.shuffle", False),
+        ("data.seed=7", "seed", 7),
+        ("trainer.save_freq=5", "checkpoint.every", 5),
+        ("trainer.resume_mode=disable", "checkpoint.resume", "never"),
+    ],
+)
+def test_what_has_a_counterpart_is_taken_over(setting: str, key: str, value: object) -> None:
+    found = config(setting).model_dump()
+    for name in key.split("."):
+        found = found[name]
+    assert found == value
 
 
 @pytest.mark.parametrize(
@@ -110,9 +148,18 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("trainer.v1.sampler.max_off_policy_threshold=4", "V1 trainer"),
         ("actor_rollout_ref.actor.megatron.param_offload=True", "data-parallel"),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "are float32"),
+        ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "weights as they are"),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32", "fsdp_config.dtype"),
+        ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "its own router"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "only null or auto"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm={kv_cache_dtype: fp8}", "each by itself"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8", "weights as they are"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.rope_theta=1000000", "own config.json"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.logits_processors=[a.b]", "the distribution"),
         ("actor_rollout_ref.rollout.data_parallel_size=2", "tensor-parallel only"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "a divisor of the 8 GPUs"),
         ("async_training.trigger_parameter_sync_step=null", "only a value"),
+        ("actor_rollout_ref.actor.clip_ratio_high=null", "only a value"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=null", "only a number from 0 on"),
         ("trainer.experiment_name=\\${trainer.project_name}_1", "only running the script could tell"),
         ("async_training.staleness_threshold=inf", "only a number from 0 on"),
@@ -222,6 +269,12 @@ def test_any_value_is_taken_over_listed_or_refused(key: str, value: str) -> None
     except ConfigError:
         return
     assert parse_config(printed)
+
+
+def test_a_setting_without_a_value_is_listed() -> None:
+    printed = convert(SMALL, ["trainer.max_actor_ckpt_to_keep=null"], {})
+    assert "#   trainer.max_actor_ckpt_to_keep = None: sets nothing" in printed
+    assert parse_config(printed).checkpoint.keep == config().checkpoint.keep
 
 
 def test_two_settings_that_contradict_each_other_are_refused() -> None:

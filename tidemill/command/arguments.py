@@ -28,6 +28,13 @@ and the trained model stand. Ctrl-C ends everything; --resume goes on from the n
   tidemill run --resume addition-1
   tidemill run --resume addition-1 trainer.steps=50
 """
+CHECK = """
+What `run` looks at before it pays for anything: settings, prompts, rewards, model, store, MLflow and room on this
+machine. No run is made. For a cluster, `tidemill submit FILE --dry-run` looks.
+
+  tidemill check examples/addition.yaml
+  tidemill check my.yaml trainer.steps=500 rewards.0.function=my_rewards:score
+"""
 TRAIN = """
 Training alone: no pipeline, no score at the end, no registry. With RAY_ADDRESS set it joins that Ray, else it starts
 one. The folder runs/NAME is that of `run`; a second start under the same name goes on from the newest checkpoint.
@@ -152,18 +159,38 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    run_commands(commands)
+    model_commands(commands)
+    pipeline_commands(commands)
+    remote_commands(commands)
+    picture_commands(commands)
+    return parser
+
+
+def run_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands for a run file, on this machine."""
     run = add(commands, "run", "run the whole pipeline on this machine", RUN)
     run.add_argument("file", nargs="?", help="the run, as YAML")
     settings(run)
     run.add_argument("--resume", metavar="NAME", help="go on with this run instead of starting one")
     run.add_argument("--output", metavar="FOLDER", help="folder of runs (default: runs, or what the file says)")
 
+    check = add(commands, "check", "say whether a run can begin, without beginning it", CHECK)
     train = add(commands, "train", "train only, without the pipeline around it", TRAIN)
     evaluate = add(commands, "evaluate", "score a model on held-out prompts", EVALUATE)
-    for command in (train, evaluate):
+    for command in (check, train, evaluate):
         command.add_argument("file", help="the run, as YAML")
         settings(command)
 
+    convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
+    convert.add_argument("script", help="shell script with one verl command, or a YAML file of its settings")
+    convert.add_argument(
+        "settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of verl, which stand last"
+    )
+
+
+def model_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The command for a model."""
     generate = add(commands, "generate", "let a model answer", GENERATE)
     generate.add_argument("model", help="which model")
     generate.add_argument("prompts", nargs="+", type=text, metavar="PROMPT", help="what to answer")
@@ -182,25 +209,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--tracking", metavar="URI", help="MLflow server (default: the SQLite file below --output)")
 
-    pipeline_commands(commands)
 
-    convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
-    convert.add_argument("script", help="shell script with one verl command, or a YAML file of its settings")
-    convert.add_argument(
-        "settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of verl, which stand last"
-    )
-
+def picture_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands that show what runs left on this machine."""
     timeline = add(commands, "timeline", "draw when trainer and engines of a run were at work", TIMELINE)
     timeline.add_argument("run", metavar="RUN", help="name below runs/, or folder")
     timeline.add_argument("--last", type=positive, metavar="N", help="the last N steps (default: all)")
     timeline.add_argument("--output", metavar="FILE", help=".svg or .json file (default: timeline.svg of the run)")
 
-    remote_commands(commands)
-
     ui = add(commands, "ui", "open curves and models of all runs", UI)
     ui.add_argument("--output", default="runs", metavar="FOLDER", help="folder of runs (default: runs)")
     ui.add_argument("--port", type=int, default=5000, metavar="N", help="port, 0 takes a free one (default: 5000)")
-    return parser
 
 
 def pipeline_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -54,6 +54,26 @@ def output_override(arguments: argparse.Namespace) -> list[str]:
     return [f"output={json.dumps(arguments.output)}"]
 
 
+def check(arguments: argparse.Namespace) -> int:
+    """What the first step of the pipeline checks, and nothing else.
+
+    Raises:
+        TidemillError: naming what is wrong and what to do.
+    """
+    from tidemill.pipeline.steps import checked
+    from tidemill.run_file import load_config
+
+    need_working_folder()
+    config = load_config(arguments.file, arguments.overrides)
+    if config.cluster.provider == "kuberay":
+        allowed = "local or existing: this machine is looked at, and no cluster"
+        fix = f"`tidemill submit {arguments.file} --dry-run` checks a run for a cluster."
+        raise ConfigError("cluster.provider", config.cluster.provider, allowed, fix)
+    checked(config)
+    print(f"{arguments.file}: nothing is wrong; a run may begin")
+    return 0
+
+
 def train(arguments: argparse.Namespace) -> int:
     """The engine alone."""
     from tidemill.run_file import load_config
@@ -62,10 +82,10 @@ def train(arguments: argparse.Namespace) -> int:
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
     config = load_config(arguments.file, [*provider, *arguments.overrides])
     from tidemill.local.attendance import attend
-    from tidemill.run import train as run_train
+    from tidemill.pipeline.provider import train_here
     from tidemill.store.locate import pin_model
 
-    return attend(pin_model(config), run_train, debug=arguments.debug)
+    return attend(pin_model(config), train_here, debug=arguments.debug)
 
 
 def refuse_run_of_this_machine(name: str) -> None:

@@ -42,7 +42,7 @@ def attend(config: RunConfig, train: Train, *, debug: bool) -> int:
 
     Args:
         config: of the run.
-        train: `run.train`.
+        train: `provider.train_here`.
         debug: whether the output of all processes goes to the screen instead of `log.txt`.
 
     Raises:

@@ -27,9 +27,10 @@ from tidemill.errors import DataError
 from tidemill.failure import Failure
 from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say, say_interrupted, say_started
-from tidemill.local.run_folder import begin, exclusive, fresh, label
+from tidemill.local.run_folder import begin, exclusive, fresh, holder
 from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
+from tidemill.pipeline.lock import label
 from tidemill.pipeline.preflight import check_restart
 from tidemill.pipeline.steps import teardown
 from tidemill.store.inputs import ship
@@ -46,10 +47,10 @@ INTERRUPTED = 130
 def start(config: RunConfig, console: Console) -> int:
     """A new run of these settings; returns the exit status of the command."""
     with exclusive(config.output, config.name) as lock:
-        named = fresh(config)
+        named = fresh(pin_model(config))  # what the alias names now is what the run goes on with
         if named.cluster.provider == "kuberay":
             named = ship(named)  # pods see no file of this machine
-        label(lock, named.name)
+        label(lock, holder(named.name))
         return launch(named, lock, console)
 
 
@@ -110,7 +111,7 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
         events = config.folder / "events.jsonl"
         earlier = sum(1 for _ in past_events(events))  # of a run that goes on
         runner = start_runner(settings, scratch, lock)
-        label(lock, config.name, runner.pid)  # it leads a session, and so a group
+        label(lock, holder(config.name, runner.pid))  # it leads a session, and so a group
         show_events(events, earlier, End(runner, config.folder), console)
         status = runner.returncode
     except KeyboardInterrupt:

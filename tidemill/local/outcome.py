@@ -15,6 +15,7 @@ from tidemill.errors import DataError
 from tidemill.failure import Failure
 from tidemill.observe.report import Summary, render
 from tidemill.pipeline.preflight import nearest_folder
+from tidemill.store.mlflow_server import SERVERS
 
 SHORT = 100  # characters of a prompt that a person may want to copy
 FULL_BYTES = 2**28  # so little is left of a disk that is full but for what a failed step gave back
@@ -96,14 +97,34 @@ def keep_ray_logs(scratch: Path, folder: Path, console: Console) -> None:
 
 def show(config: RunConfig, summary: Summary, console: Console) -> None:
     """The report, with the commands that go on from it."""
-    render(summary, console, generate_command(config, summary), f"{program()} ui{elsewhere(config)}")
+    render(summary, console, generate_command(config, summary), curves(config))
 
 
 def generate_command(config: RunConfig, summary: Summary) -> str:
     """What asks the trained model its first held-out prompt that fits a line."""
-    model = f"models:/{summary.model_version}" if summary.model_version else str(shown(config.folder / "model"))
+    folder = config.folder / "model"
+    exported = str(shown(folder)) if folder.is_dir() else str(summary.model_uri)
+    model = shlex.quote(f"models:/{summary.model_version}" if summary.model_version else exported)
     short = [sample.prompt for sample in summary.samples if len(sample.prompt) <= SHORT and sample.prompt.isprintable()]
-    return f"{program()} generate {model} {shlex.quote(short[0]) if short else 'PROMPT'}{elsewhere(config)}"
+    prompt = shlex.quote(short[0]) if short else "PROMPT"
+    return f"{program()} generate {model} {prompt}{elsewhere(config)}{servers(config)}"
+
+
+def servers(config: RunConfig) -> str:
+    """The options that name store and MLflow, where they do not lie in the folder of runs."""
+    endpoint = None if config.store.endpoint == "embedded" else config.store.endpoint
+    named = {"--endpoint": endpoint, "--tracking": config.tracking.uri}
+    return "".join(f" {option} {shlex.quote(address)}" for option, address in named.items() if address is not None)
+
+
+def curves(config: RunConfig) -> str:
+    """The command that shows the run in MLflow, or the server's address."""
+    uri = config.tracking.uri
+    if uri is None:
+        return f"{program()} ui{elsewhere(config)}"
+    if uri.startswith(SERVERS):
+        return config.kubernetes.pages.get("mlflow", uri)
+    return f"mlflow server --backend-store-uri {shlex.quote(uri)}"
 
 
 def program() -> str:

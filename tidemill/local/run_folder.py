@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -15,14 +14,15 @@ import yaml
 from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.failure import Failure
+from tidemill.pipeline.lock import held, label
 from tidemill.run_file import load_config, parse_config
-from tidemill.store.checkpoint import has_checkpoints
+from tidemill.store.checkpoint import take_name
 
 
 def fresh(config: RunConfig) -> RunConfig:
     """The settings under the first free name `NAME-1`, `NAME-2`, ..., whose folder is made.
 
-    A name is free when there is no folder of it and the store has no checkpoint of it, which would be resumed.
+    A name is free when there is no folder of it and nobody has taken it in the store.
     The model is registered under the name as it was, so that the versions of several runs stand together.
 
     Raises:
@@ -34,7 +34,7 @@ def fresh(config: RunConfig) -> RunConfig:
         tree = config.model_dump(mode="json") | {"name": f"{config.name}-{number}", "output": str(output)}
         tree["registry"]["model"] = config.registered_model
         named = parse_config(yaml.safe_dump(tree))
-        if not named.folder.exists() and has_checkpoints(named):
+        if named.folder.exists() or not take_name(named):
             continue
         try:
             named.folder.mkdir(parents=True)
@@ -95,43 +95,27 @@ def begin(config: RunConfig) -> Path:
 def exclusive(output: Path, name: str) -> Iterator[int]:
     """One run at a time below an output folder, because they share its S3 server and MLflow file; yields the lock.
 
-    The lock is held by the processes that inherit it too, so that a run whose launcher was killed still holds it.
+    A run whose launcher was killed still holds it: see `held`.
 
     Raises:
         RunError: another run holds it, or the folder cannot be made or written to.
     """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        file = (output / "run.lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot make {output}: {error}. Name another folder with output=...") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise RunError(
-                f"run {file.read().strip()} is still going on below {output}: wait for it, end it, or start this one "
-                "elsewhere with output=FOLDER"
-            ) from None
-        label(file.fileno(), name)
-        yield file.fileno()
+
+    def refusal(holder: str) -> str:
+        going_on = f"run {holder} is still going on below {output}"
+        return f"{going_on}: wait for it, end it, or start this one elsewhere with output=FOLDER"
+
+    with held(output / "run.lock", refusal) as lock:
+        label(lock, holder(name))
+        yield lock
 
 
-def label(lock: int, name: str, group: int | None = None) -> None:
-    """Write into the lock whose it is.
+def holder(name: str, group: int | None = None) -> str:
+    """Whose a lock is.
 
     Args:
-        lock: the open file.
         name: of the run.
         group: of the processes that go on where this one is killed.
-
-    Raises:
-        RunError: the disk is full, for example.
     """
     rest = "" if group is None else f"; where that is gone, `kill -- -{group}` ends the rest"
-    try:
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{name} (process {os.getpid()}{rest})".encode(), 0)
-    except OSError as error:
-        raise RunError(f"cannot write run.lock in the folder of runs: {error}. Name another with output=...") from error
+    return f"{name} (process {os.getpid()}{rest})"

@@ -61,7 +61,8 @@ class Activity:
 
     Attributes:
         step: counted from 1.
-        phases: name, begin and end of every phase of the trainer.
+        phases: name, begin and end of every phase of the trainer, and of every `adopt`, in which engines adopt a
+            version beside it.
         loads: by engine, from when on it had how many requests in flight.
         attempt: when the attempt that made the step began, which tells it from others: a run that was stopped or cut
             right after a checkpoint goes on with the next step.

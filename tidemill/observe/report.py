@@ -165,7 +165,7 @@ def render(summary: Summary, console: Console, generate_command: str, ui_command
         summary: the run.
         console: where to; 80 columns are enough.
         generate_command: shell command that asks the trained model something.
-        ui_command: shell command that opens MLflow on the run.
+        ui_command: shell command that opens MLflow on the run, or its address.
     """
     console.print()
     console.print(scores(summary))

@@ -1,6 +1,7 @@
 """When trainer and engines were at work, as a picture or as a trace.
 
     trainer    ░░░▓▓▓▓▓▓▓▓▓▒░▓▓▓▓▓▓▓▓▒     waits, updates, syncs, ...
+                            ▀▀▀      ▀▀▀   engines adopt a version
     engine 0   ▂▅▇▇▅▇▇▇▅▇▇▇▇▇▇▅▇▇▇▇▇▇▅     requests in flight
 
 Both are made of the `Activity` events that a run writes after every step. Times are seconds since the epoch.
@@ -29,12 +30,14 @@ COLORS: Mapping[str, str] = {
     "evaluate": "#7a52a1",
     "checkpoint": "#b5485d",
 }
+ADOPT = "adopt"
+ADOPT_COLOR = "#f2b880"
 LABELS = {"get_groups": "wait for groups", "update_actor": "update", "sync": "sync weights"}
 ENGINE_COLOR = "#58a68c"
 WIDTH, LEFT, TOP, GAP = 1100, 90, 52, 10
 COLUMNS = WIDTH - LEFT - GAP
 """One for each unit of width: what is finer cannot be seen, and the picture stays small however long the run was."""
-TRAINER_HEIGHT, ENGINE_HEIGHT = 30, 46
+TRAINER_HEIGHT, ADOPT_HEIGHT, ENGINE_HEIGHT = 30, 6, 46
 TICKS = 8
 IN_SECONDS = 120
 """From here on the axis has minutes and hours."""
@@ -95,6 +98,13 @@ def phases(activities: Sequence[Activity]) -> list[Phase]:
     ]
 
 
+def adoptions(activities: Sequence[Activity]) -> list[Load]:
+    """When engines adopted a version beside the trainer, between the first step and the end."""
+    begin, end = span(activities)
+    times = [(s, e) for activity in activities for name, s, e in activity.phases if name == ADOPT]
+    return [Load(max(s, begin), min(e, end), 1) for s, e in times if min(e, end) > max(s, begin)]
+
+
 def loads(activities: Sequence[Activity]) -> dict[str, list[Load]]:
     """What every engine had in flight, by name in the order of their numbers, from the first step to the end."""
     begin, end = span(activities)
@@ -115,7 +125,7 @@ def constant(points: Sequence[tuple[float, int]], begin: float, end: float) -> I
 
 def span(activities: Sequence[Activity]) -> tuple[float, float]:
     """First and last moment of the trainer, at least a millisecond apart."""
-    times = [phase for activity in activities for phase in activity.phases]
+    times = [phase for activity in activities for phase in activity.phases if phase[0] != ADOPT]
     begin = min(start for _, start, _ in times)
     return begin, max(begin + 1e-3, *(end for _, _, end in times))
 
@@ -168,6 +178,7 @@ def svg(activities: Sequence[Activity]) -> str:
         *legend(),
         text(6, TOP + 20, "trainer"),
         *trainer_row(done, begin, end),
+        *adopt_row(adoptions(activities), begin, end),
         *engine_rows(engines, begin, end),
         *axis(end - begin, height),
         "</svg>",
@@ -182,14 +193,11 @@ def text(x: float, y: float, words: str, *, size: int = 12, anchor: str = "start
 
 def legend() -> Iterator[str]:
     """What the colours mean."""
-    x = LEFT
-    for name, color in COLORS.items():
-        words = LABELS.get(name, name)
+    x, drawn = LEFT, {LABELS.get(name, name): color for name, color in COLORS.items()}
+    for words, color in {**drawn, "engines adopt": ADOPT_COLOR, "groups in flight": ENGINE_COLOR}.items():
         yield f'<rect x="{x}" y="28" width="12" height="12" fill="{color}"/>'
         yield text(x + 16, 38, words)
         x += 32 + 7 * len(words)
-    yield f'<rect x="{x}" y="28" width="12" height="12" fill="{ENGINE_COLOR}"/>'
-    yield text(x + 16, 38, "groups in flight")
 
 
 def trainer_row(done: Sequence[Phase], begin: float, end: float) -> Iterator[str]:
@@ -214,6 +222,14 @@ def bar(phase: Phase, begin: float, scale: float) -> str:
         f'fill="{COLORS[phase.name]}"><title>step {phase.step}: {phase.name} {phase.end - phase.start:.2f} s</title>'
         "</rect>"
     )
+
+
+def adopt_row(times: Sequence[Load], begin: float, end: float) -> Iterator[str]:
+    """A strip below the trainer."""
+    floor = float(TOP + TRAINER_HEIGHT + ADOPT_HEIGHT + 1)
+    if times:
+        top = [floor - ADOPT_HEIGHT * share for share in means(times, begin, end)]
+        yield area([floor] * COLUMNS, top, ADOPT_COLOR)
 
 
 def engine_rows(engines: Mapping[str, Sequence[Load]], begin: float, end: float) -> Iterator[str]:
@@ -260,7 +276,11 @@ def trace(activities: Sequence[Activity]) -> str:
     begin, _ = span(activities)
     rows: list[dict[str, object]] = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "trainer"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "adoption"}},
     ]
+    for load in adoptions(activities):
+        times = {"ts": micro(load.start - begin), "dur": micro(load.end - load.start)}
+        rows.append({"ph": "X", "name": "engines adopt", "pid": 1, "tid": 2, **times})
     for phase in phases(activities):
         times = {"ts": micro(phase.start - begin), "dur": micro(phase.end - phase.start)}
         rows.append({"ph": "X", "name": phase.name, "pid": 1, "tid": 1, **times, "args": {"step": phase.step}})

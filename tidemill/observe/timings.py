@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+Interval = tuple[str, float, float]
+
 
 @dataclass(slots=True)
 class Timings:
@@ -21,7 +23,7 @@ class Timings:
 
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
-    intervals: list[tuple[str, float, float]] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,7 +45,7 @@ class Timings:
             self.seconds[name] = self.seconds.get(name, 0.0) + end - start
             self.intervals.append((name, start, end))
 
-    def dated(self, now: float) -> list[tuple[str, float, float]]:
+    def dated(self, now: float) -> list[Interval]:
         """The intervals in seconds since the epoch, where it is `now`."""
         offset = now - self.clock()
         return [(name, start + offset, end + offset) for name, start, end in self.intervals]

@@ -26,6 +26,7 @@ from tidemill.rollout.sources import Row, load_rows
 from tidemill.sections import DataConfig, RewardConfig
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.locate import Locator
+from tidemill.store.mlflow_server import refusal
 from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.restart import check_fit
@@ -202,7 +203,7 @@ def count_weights(folder: Path) -> int:
 
 
 def check_store(config: RunConfig) -> None:
-    """See that the embedded server can be started, or that the configured one answers and lets us write.
+    """See that the embedded server can be started, or that the configured one answers and lets us write and delete.
 
     Raises:
         StoreError, ConfigError: naming the endpoint, the program or the missing key.
@@ -210,7 +211,23 @@ def check_store(config: RunConfig) -> None:
     if config.store.endpoint == "embedded":
         find_binary()
     else:
-        ObjectStore.connect(config.store.endpoint, config.store.bucket, *credentials())
+        store = ObjectStore.connect(config.store.endpoint, config.store.bucket, *credentials())
+        probe = f"runs/{config.name}/probe"
+        store.put_bytes(probe, b"")
+        store.delete(probe)
+
+
+def check_output(config: RunConfig) -> None:
+    """See that the folder of runs is one, or can be made.
+
+    Raises:
+        ConfigError: something else has its name, or we may not write there.
+    """
+    path = config.output.resolve()
+    found = next(place for place in (path, *path.parents) if place.exists())
+    if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
+        allowed = f"a folder that can be made and written to, and {found} is none"
+        raise ConfigError("output", str(path), allowed, "Name another folder.")
 
 
 def check_cluster(config: RunConfig) -> None:
@@ -225,22 +242,27 @@ def check_cluster(config: RunConfig) -> None:
 
 
 def check_tracking(uri: str | None) -> None:
-    """See that something listens at the address of an MLflow server; one behind a proxy is left to MLflow.
+    """See that something listens at the address of an MLflow server, and that it knows our account.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: nothing does, or it does not.
     """
     parts = urlsplit(uri or "")
     if parts.scheme not in PORTS:
         return
     host = parts.hostname or ""
-    if parts.scheme in getproxies() and not proxy_bypass(host):
-        return
-    try:
-        socket.create_connection((host, parts.port or PORTS[parts.scheme]), timeout=PROBE_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
-        fix = f"{error}. Start it, mend the address, or, for a run on this machine, leave the setting out."
-        raise ConfigError("tracking.uri", uri, "an MLflow that answers", fix) from error
+    if parts.scheme not in getproxies() or proxy_bypass(host):  # of one behind a proxy only MLflow knows the way
+        try:
+            socket.create_connection((host, parts.port or PORTS[parts.scheme]), timeout=PROBE_TIMEOUT_S).close()
+        except (OSError, ValueError) as error:
+            fix = f"{error}. Start it, mend the address, or, for a run on this machine, leave the setting out."
+            raise ConfigError("tracking.uri", uri, "an MLflow that answers", fix) from error
+    if (said := refusal(str(uri))) is not None:
+        fix = (
+            f"{said}. Mend the address, or set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; pods have them "
+            "from the secret tidemill-mlflow-login."
+        )
+        raise ConfigError("tracking.uri", uri, "an MLflow that lets us in", fix)
 
 
 def check_restart(config: RunConfig) -> None:

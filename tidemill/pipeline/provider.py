@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,13 +12,15 @@ from typing import Any, Protocol
 
 from tidemill.cluster.local import LocalCluster
 from tidemill.config import RunConfig
-from tidemill.errors import RunError
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
+from tidemill.pipeline.lock import held, label
 from tidemill.pipeline.preflight import check_cluster, check_room, count_weights
 from tidemill.protocols import Evaluation
 from tidemill.store.checkpoint import clear_transit
+from tidemill.store.lease import Claim, leased, next_claim
 from tidemill.store.locate import Locator, locate_model
+from tidemill.store.server import open_store
 
 
 class Provider(Protocol):
@@ -68,10 +69,7 @@ class MachineProvider:
     def train(self, provisioned: Mapping[str, Any], log: EventLog) -> Summary:
         """Train in this process, which writes to the same log itself."""
         del provisioned, log
-        from tidemill.run import train
-
-        with sole_training(self.config):
-            return train(self.config)
+        return train_here(self.config)
 
     def score(self, summary: Summary) -> Evaluation | None:
         """Ask the exported model in an engine of its own."""
@@ -83,6 +81,26 @@ class MachineProvider:
         clear_transit(self.config)
 
 
+def train_here(config: RunConfig) -> Summary:
+    """Train in this process, as the only one of this machine."""
+    from tidemill.run import train
+
+    with sole_training(config), claimed(config) as claim:
+        return train(config, claim=claim)
+
+
+@contextmanager
+def claimed(config: RunConfig) -> Iterator[Claim | None]:
+    """Hold the run's lease in a store that other machines reach too: the training that began last goes on."""
+    if config.store.endpoint == "embedded":  # it lies below a folder that is locked
+        yield None
+        return
+    with open_store(config.store, config.output) as store:
+        claim = next_claim(store, config.name)
+        with leased(store, config.name, claim):
+            yield claim
+
+
 @contextmanager
 def sole_training(config: RunConfig) -> Iterator[None]:
     """One training of a run at a time, also where all that had started the one before was killed, and it was not.
@@ -90,17 +108,12 @@ def sole_training(config: RunConfig) -> Iterator[None]:
     Raises:
         RunError: another process trains the run.
     """
-    with (config.folder / "train.lock").open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise RunError(
-                f"process {lock.read()} still trains {config.name}: wait for it, or end it, then resume the run"
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+
+    def refusal(holder: str) -> str:
+        return f"process {holder} still trains {config.name}: wait for it, or end it, then resume the run"
+
+    with held(config.folder / "train.lock", refusal) as lock:
+        label(lock, str(os.getpid()))
         yield
 
 

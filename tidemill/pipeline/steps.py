@@ -21,7 +21,14 @@ from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseF
 from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary, shortened
-from tidemill.pipeline.preflight import check_inputs, check_model, check_restart, check_store, check_tracking
+from tidemill.pipeline.preflight import (
+    check_inputs,
+    check_model,
+    check_output,
+    check_restart,
+    check_store,
+    check_tracking,
+)
 from tidemill.pipeline.provider import provider_of
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
@@ -78,17 +85,25 @@ def validate(config: str) -> str:
     """
     run = parse_config(config)
     with step("validate", run):
-        check_length(run)
-        check_inputs(run)
-        check_model(run)
-        check_tracking(run.tracking.uri)
-        check_store(run)
-        provider_of(run).check()
-        pinned = pin_model(run)
-        # An embedded store would be started for it; there `local` has looked, and training looks again.
-        if run.store.endpoint != "embedded" or run.checkpoint.resume == "never":
-            check_restart(pinned)
+        pinned = checked(run)
+        check_restart(pinned)
     return pinned.to_yaml()
+
+
+def checked(run: RunConfig) -> RunConfig:
+    """Refuse a run that cannot succeed, whatever its name; see `validate`, and `tidemill check`.
+
+    Returns:
+        The settings; an alias of the registry is replaced by the version that it names now.
+    """
+    check_length(run)
+    check_output(run)
+    check_inputs(run)
+    check_model(run)
+    check_tracking(run.tracking.uri)
+    check_store(run)
+    provider_of(run).check()
+    return pin_model(run)
 
 
 def check_length(run: RunConfig) -> None:

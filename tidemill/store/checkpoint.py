@@ -24,7 +24,7 @@ from typing import Any
 from tidemill.config import RunConfig
 from tidemill.errors import CheckpointError, StoreError
 from tidemill.store.commit import FORMAT, Manifest, Nowhere, check_same
-from tidemill.store.lease import Claim, Fence
+from tidemill.store.lease import Claim, Fence, reserve
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
 from tidemill.store.once import forget
 from tidemill.store.server import open_store, store_folder
@@ -156,11 +156,17 @@ class Checkpoints:
         return self.parse_state(manifest, state.getvalue())
 
     def publish_model(self, version: int, folder: Path) -> str:
-        """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI."""
+        """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI.
+
+        Every file is replaced as a whole, so that the registry's version of a run that goes on stays what it is, also
+        where this breaks off.
+        """
         self.check_lease()
         prefix = f"runs/{self.run_name}/model/{version}"
-        self.store.delete_prefix(prefix)
-        self.store.upload_folder(folder, prefix)
+        uploaded = {stored.key for stored in self.store.upload_folder(folder, prefix)}
+        for item in self.store.list(prefix):
+            if item.key not in uploaded:
+                self.store.delete(item.key)
         return self.store.uri(prefix)
 
     def versions(self) -> list[int]:
@@ -256,16 +262,19 @@ class Checkpoints:
         )
 
 
-def has_checkpoints(config: RunConfig) -> bool:
-    """Whether a run of this name has committed anything to the store that it is configured with.
+def take_name(config: RunConfig) -> bool:
+    """Take the name of a new run, in a store that other machines reach too; whether it was free.
+
+    It is not where a run of this name has committed anything, which would be resumed.
 
     Raises:
         StoreError: the store cannot be reached.
     """
-    if config.store.endpoint == "embedded" and not store_folder(config.output).is_dir():
-        return False
+    embedded = config.store.endpoint == "embedded"
+    if embedded and not store_folder(config.output).is_dir():
+        return True
     with open_checkpoints(config) as checkpoints:
-        return bool(checkpoints.versions())
+        return not checkpoints.versions() and (embedded or reserve(checkpoints.store, config.name))
 
 
 def restored_folder(config: RunConfig) -> Path:

@@ -4,12 +4,14 @@
 
 A pod that was believed lost may wake up and go on for a while. It finds the number of a newer attempt in the lease, and
 its commits are refused. The lease stays after its release, so that the number is not forgotten; `remove_lease` ends it.
+The same keeps two machines apart that share a store.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,6 +142,33 @@ def held(lease: Lease | None) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.time))
     did = "gave the lease back" if lease.released else "took the lease"
     return f"attempt {lease.attempt} {did} at {when}"
+
+
+def next_claim(store: ObjectStore, run: str) -> Claim:
+    """A claim that goes before all there were, for attempts that nobody counts."""
+    fence = Fence(store, run, Claim(0, secrets.token_hex(8)))
+    seen = fence.record.read()
+    return replace(fence.claim, attempt=1 if seen is None else Lease.parse(seen, fence.uri).attempt + 1)
+
+
+def reserve(store: ObjectStore, run: str) -> bool:
+    """Leave a lease that nobody holds, so that no other machine begins a new run under this name.
+
+    Returns:
+        Whether there was none.
+
+    Raises:
+        RunError: the store neither has one nor takes one.
+        StoreError: the store cannot be reached.
+    """
+    record, lease = Record(store, lease_key(run)), Lease(0, secrets.token_hex(8), time.time(), released=True).to_bytes()
+    for _ in range(TRIES):
+        if record.write(lease, None):
+            return True
+        if (seen := record.read()) is not None:
+            return seen.data == lease  # where an answer was lost, it was sent again and found itself
+    said = f"{store.uri(record.key)} is not there and cannot be made"
+    raise RunError(f"{said}: does {store.endpoint} know the condition If-None-Match of a put?")
 
 
 def lease_key(run: str) -> str:

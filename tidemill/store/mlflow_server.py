@@ -23,6 +23,8 @@ ENVIRONMENT = {
 SERVERS = ("http://", "https://", "databricks")
 """How the address of a server begins; anything else is a file."""
 POLL_S = 5.0
+REFUSALS = frozenset({401, 403, 404})
+"""Answers of a server that knows us not, or is none of MLflow."""
 
 
 def tracking_uri(config: RunConfig) -> str:
@@ -73,6 +75,21 @@ def await_answer(config: RunConfig, tell: Callable[[str], None], patience_s: flo
             tell(f"MLflow at {uri} does not answer; this waits for it, for {patience_s:.0f} s at most: {problem}")
             told = True
         time.sleep(POLL_S)
+
+
+def refusal(uri: str) -> str | None:
+    """What a server says to an account that it does not know, or one that is none of MLflow; None if it lets us ask.
+
+    One that is away is none that refuses: see `silence`.
+    """
+    client = make_client(uri)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.search_experiments(max_results=1)
+    except MlflowException as error:
+        return str(error) if error.get_http_status_code() in REFUSALS else None
+    return None
 
 
 def silence(client: Any) -> str | None:

@@ -57,7 +57,7 @@ def resolve_model(name: str, cache: Path, fetch: Fetch | None = None) -> Resolve
     """
     if name.startswith(("s3://", "models:/")):
         return fetched(name, cache, fetch)
-    folder = Path(name).expanduser()
+    folder = Path(name).expanduser().absolute()  # actors of a Ray that was there before work in other folders
     if folder.is_dir():
         return ResolvedModel(checked(folder), "local folder")
     if not looks_like_hub_name(name):

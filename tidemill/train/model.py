@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.errors import ModelError
@@ -24,6 +24,7 @@ COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
 WRITTEN = frozenset({"config.json"})
 # Settings that change the logits between the last hidden state and the softmax.
 LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+RANDOM = ("drop", "jitter")  # what the names of settings have that make training mode draw random numbers
 
 
 def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
@@ -34,23 +35,23 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        refuse_unsupported(folder, config.to_dict())
+        # Of a model that sees images too, the settings of the language model lie a level deeper.
+        refuse_unsupported(folder, config.to_dict() | config.get_text_config().to_dict())
         model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            folder, config=still(config), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
     except ModelError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {error}") from error
-    if model.get_output_embeddings().bias is not None:
-        raise ModelError(f"{folder}: a language model head with a bias is not supported")
+    refuse_architecture(folder, model)
     prepare(model, gradient_checkpointing)
     return model
 
 
 def outline_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
     """What `load_model` returns, with shapes instead of values (tensors on the device `meta`)."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = still(AutoConfig.from_pretrained(folder, local_files_only=True))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     prepare(model, gradient_checkpointing)
@@ -58,8 +59,7 @@ def outline_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
 
 
 def prepare(model: Any, gradient_checkpointing: bool) -> None:
-    """Make a model compute as the engines do, and keep or recompute its activations."""
-    remove_dropout(model)
+    """Keep or recompute a model's activations."""
     model.train(gradient_checkpointing)  # Transformers recomputes activations in training mode only
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -83,13 +83,35 @@ def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def remove_dropout(model: nn.Module) -> None:
-    """The engines sample without dropout, so the policy is trained without it."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif "attention_dropout" in vars(module):
-            vars(module)["attention_dropout"] = 0.0
+def refuse_architecture(folder: Path, model: Any) -> None:
+    """Refuse layers and heads that a packed row would compute differently, whatever the settings are.
+
+    A layer that hands a state from column to column (Mamba, recurrent or linear attention) obeys no attention mask, so
+    that a response would see those that stand before it in the row.
+
+    Raises:
+        ModelError: naming the cause.
+    """
+    if model._is_stateful:
+        kind = model.config.model_type
+        raise ModelError(
+            f"{folder}: layers with a state ({kind}) are not supported; packed training needs full attention"
+        )
+    if model.get_output_embeddings().bias is not None:
+        raise ModelError(f"{folder}: a language model head with a bias is not supported")
+
+
+def still(config: Any) -> Any:
+    """The config with all that would make a forward pass random at 0: the engines sample without it.
+
+    Dropout and the jitter of routers are set here, before the model is built, because its layers take them from the
+    config each in its own way, and draw whenever they are in training mode.
+    """
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and any(word in name for word in RANDOM):
+                setattr(part, name, 0.0)
+    return config
 
 
 def frozen_copy(model: Any) -> Any:

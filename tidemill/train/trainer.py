@@ -159,6 +159,7 @@ class Trainer:
             metrics["throughput/tokens_per_second"] = metrics["response/tokens"] / timings.seconds["step"]
             metrics["idle/trainer"] = timings.seconds["get_groups"] / timings.seconds["step"]
             self.observer.step_finished(self.position, metrics)
+            timings.intervals += self.syncs.take_intervals()
             self.observer.active(self.position.step, timings, await self.generation.loads())
         if self.position.step < self.config.trainer.steps:
             what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"

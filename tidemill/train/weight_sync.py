@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidemill.observe.aggregate import together
+from tidemill.observe.timings import Interval, Timings
 from tidemill.protocols import Generation, PauseMode
 
 
@@ -47,6 +49,7 @@ class WeightSync:
     tasks: asyncio.TaskGroup
     _adoption: asyncio.Task[None] | None = field(default=None, repr=False)
     _reports: list[Mapping[str, float]] = field(default_factory=list)
+    _timings: Timings = field(default_factory=Timings)
 
     @property
     def under_way(self) -> bool:
@@ -61,9 +64,14 @@ class WeightSync:
         await exported.wait()
 
     async def settle(self) -> None:
-        """Wait until generation goes on with the newest version."""
+        """Wait until generation goes on with the newest version.
+
+        Raises:
+            TidemillError: what went wrong in its adoption.
+        """
         if self._adoption is not None:
-            await asyncio.wait([self._adoption])
+            await asyncio.wait([self._adoption])  # who stops waiting does not end it
+            self._adoption.result()
             self._adoption = None
 
     def cancel(self) -> None:
@@ -76,7 +84,18 @@ class WeightSync:
         reports, self._reports = self._reports, []
         return together(reports)
 
+    def take_intervals(self) -> list[Interval]:
+        """When engines adopted versions beside the trainer, of the adoptions that ended since the last call."""
+        taken, self._timings = self._timings, Timings()
+        return taken.intervals
+
     async def _publish(self, version: int, exported: Callable[[], None]) -> None:
-        report = await self.publisher.publish(version, self.mode, exported)
-        await self.generation.begin_version(version)
+        with ExitStack() as adoption:
+
+            def learn_on() -> None:
+                adoption.enter_context(self._timings.phase("adopt"))
+                exported()
+
+            report = await self.publisher.publish(version, self.mode, learn_on)
+            await self.generation.begin_version(version)
         self._reports.append(report)

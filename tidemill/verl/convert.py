@@ -129,6 +129,8 @@ def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
             done.refused[shown] = f"only {allowed(rule)}"
     elif value is not None or key in DEFAULTS.keys() - REQUIRED.keys():
         become(done, rule, shown, value)
+    else:
+        done.left_out[shown] = "sets nothing"
 
 
 def is_meant(rule: Only, value: Any) -> bool:

@@ -34,6 +34,8 @@ OVERLONG = "rewards.N.options"
 CLIPPED = "the loss is the clipped surrogate"
 TEMPLATE = "prompts are rendered by the chat template that comes with the model: change it there"
 ROWS = "prompts are the rows of a file, text only"
+UNQUANTIZED = "engines have the trainer's weights as they are"
+OWN_CONFIG = "the model's own config.json is read: set it there, take this out"
 RENDERED = "MLflow has all metrics and answers"
 WITHOUT = "it is off, so that the rest of its settings says nothing"
 RECOMPUTED = "take it out; algorithm.rollout_correction.bypass_mode=False has old log-probs computed by the trainer"
@@ -138,6 +140,7 @@ SETTINGS: Mapping[str, Rule] = {
         "trainer.precision",
         one_of({"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}),
     ),
+    "actor_rollout_ref.actor.fsdp_config.qat.enable": Only((False,), UNQUANTIZED),
     "actor_rollout_ref.actor.use_remove_padding": LeftOut("groups are always packed"),
     "actor_rollout_ref.actor.use_fused_kernels": LeftOut(KERNELS),
     "actor_rollout_ref.actor.use_prefix_grouper": LeftOut("a group's prompt is always computed once"),
@@ -209,7 +212,15 @@ SETTINGS: Mapping[str, Rule] = {
     "actor_rollout_ref.rollout.logprobs_mode": Only(
         ("processed_logprobs",), "log-probs are those of the distribution that was sampled from"
     ),
-    "actor_rollout_ref.rollout.quantization": Only((None,), "engines have the trainer's weights as they are"),
+    "actor_rollout_ref.rollout.quantization": Only((None,), UNQUANTIZED),
+    "actor_rollout_ref.rollout.engine_kwargs.vllm": Only((None, {}), "write its settings out, each by itself"),
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.quantization": Only((None,), UNQUANTIZED),
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype": Only(
+        (None, "auto"), "an engine keeps keys and values as it computes them"
+    ),
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": Only(
+        (False,), "the trainer chooses experts by its own router"
+    ),
     "actor_rollout_ref.rollout.disaggregation.enabled": Only((False,), "an engine prefills and decodes"),
     "actor_rollout_ref.rollout.over_sample_rate": Only((0,), "what is generated is trained"),
     "actor_rollout_ref.rollout.gpu_memory_utilization": Becomes("rollout.gpu_memory_utilization"),
@@ -287,9 +298,13 @@ PREFIXES: Mapping[str, LeftOut | Never] = {
     "data.apply_chat_template_kwargs": Never(TEMPLATE),
     "data.image_": Never(ROWS),
     "data.video_": Never(ROWS),
-    "actor_rollout_ref.model.override_config": Never(
-        "the model's own config.json is read: set it there, take this out"
+    "actor_rollout_ref.model.override_config": Never(OWN_CONFIG),
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides": Never(OWN_CONFIG),
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.rope_scaling": Never(OWN_CONFIG),
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.logits_processors": Never(
+        "a processor changes the distribution that is sampled from, and the ratio does not know of it"
     ),
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision": Never("set actor_rollout_ref.actor.fsdp_config.dtype"),
     "actor_rollout_ref.model.fused_kernel_options.": LeftOut(KERNELS),
     "actor_rollout_ref.model.tiled_mlp.": LeftOut(MEMORY),
     "actor_rollout_ref.model.mtp.": LeftOut(WITHOUT),
@@ -350,6 +365,8 @@ DEFAULTS: Mapping[str, Any] = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.2,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384,
     "actor_rollout_ref.actor.use_kl_loss": False,
