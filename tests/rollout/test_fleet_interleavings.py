@@ -14,7 +14,7 @@ import pytest
 from fleet_rig import Crew, FakeMember
 from rollout_rig import held_out
 
-from tidemill.errors import EngineError, EngineLostError
+from tidemill.errors import EngineError, EngineLostError, SyncError
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Evaluation, Loads, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Group, Int32Array
@@ -136,15 +136,18 @@ async def test_whatever_becomes_of_engines_no_group_is_lost_or_too_old_and_none_
 
 ROWS = 60
 End = Literal["steps", "data", "stop", "hurry"]
+Part = Literal["generation", "update", "export", "score", "adoption", "commit"]
 
 
 class Reader(Unsteady):
     """Reads the weights of a version, and computes from them."""
 
     weights = b""
+    lesson: Lesson
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         await super().update_weights(update, mode)
+        self.lesson.fail("adoption")
         self.weights = Path(update.path).read_bytes()
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
@@ -164,6 +167,7 @@ class Lesson:
     The weights are the number of the optimizer steps that made them.
 
     Attributes:
+        failing: what fails after a few optimizer steps, if anything does.
         done: optimizer steps.
         exporting: whether the weights must not change.
         taken: groups of each step.
@@ -176,9 +180,10 @@ class Lesson:
     end: End
     commits: list[tuple[Position, Mapping[str, Any]]] = field(default_factory=list)
     start: tuple[Position, Mapping[str, Any]] | None = None
+    failing: Part | None = None
 
     def __post_init__(self) -> None:
-        self.made = type("Drawn", (Reader,), {"draw": self.draw})
+        self.made = type("Drawn", (Reader,), {"draw": self.draw, "lesson": self})
         position, state = self.start or (Position(), None)
         self.exporting = False
         self.taken, self.ages, self.scored = dict[int, list[int]](), list[int](), list[tuple[int, int]]()
@@ -219,14 +224,26 @@ class Lesson:
     async def pause(self, *seconds: float) -> None:
         await asyncio.sleep(self.draw.choice(seconds))
 
+    def fail(self, part: Part) -> None:
+        if part == self.failing and self.done >= 3:
+            raise SyncError("broken on purpose")
+
+    async def generate(self) -> None:
+        """Beside the rollouter, to fail as it may."""
+        while self.failing == "generation":
+            await self.pause(0.01)
+            self.fail("generation")
+
     async def export(self, path: Path) -> int:
         self.exporting = True
+        self.fail("export")
         path.write_bytes(b"")
         await self.pause(0, 0.001, 0.02)
         return path.write_bytes(b"%06d" % self.done)
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         await self.pause(0, 0.001)
+        self.fail("score")
         self.exporting = False
         return scores(b"%06d" % self.done, token_ids)
 
@@ -235,6 +252,7 @@ class Lesson:
     ) -> Mapping[str, float]:
         assert not self.exporting
         await self.pause(0, 0.001, 0.01, 0.05)
+        self.fail("update")
         self.done += 1
         [lease] = self.crew.rig.queue.leases.values()
         groups = [Group.from_bytes(arrival.delivery.payload) for arrival in lease]
@@ -244,6 +262,7 @@ class Lesson:
 
     async def commit(self, position: Position) -> None:
         await self.pause(0, 0.01)
+        self.fail("commit")
         self.commits.append((position, await self.crew.rig.rollouter.ledger_state()))
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
@@ -283,7 +302,10 @@ class Lesson:
     async def end_early(self) -> None:
         if self.end in ("stop", "hurry"):
             await asyncio.sleep(self.draw.uniform(0.0, 1.0))
-            self.stop.ask("enough", hurry=self.end == "hurry")
+            self.stop.ask("enough", hurry=self.end == "hurry" and self.draw.random() < 0.5)
+        if self.end == "hurry":
+            await self.pause(0, 0.01, 0.2)
+            self.stop.ask("the pod ends", hurry=True)
 
     async def run(self) -> None:
         """As `run.Run` does."""
@@ -291,12 +313,15 @@ class Lesson:
         async with asyncio.timeout(DEADLINE_S), self.crew.fleet.kept():
             await self.crew.fleet.publish(self.trainer.position.version, "keep")
             others = asyncio.create_task(self.kill()), asyncio.create_task(self.end_early())
-            async with task_group() as tasks:
-                tasks.create_task(rollouter.run())
-                await self.trainer.fit()
-                await rollouter.stop()
-            for other in others:
-                other.cancel()
+            try:
+                async with task_group() as tasks:
+                    tasks.create_task(rollouter.run())
+                    tasks.create_task(self.generate())
+                    await self.trainer.fit()
+                    await rollouter.stop()
+            finally:
+                for other in others:
+                    other.cancel()
         await self.commit(self.trainer.position)
         self.crew.rig.ledger.check()
 
@@ -360,3 +385,20 @@ def check(lesson: Lesson) -> None:
         for member in fleet.members:
             assert member._dead or member.weights == b"%06d" % lesson.done  # type: ignore[attr-defined]
     assert all(member.ended for member in [*lesson.crew.members, *lesson.crew.started] if member not in fleet.members)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("part", ["generation", "update", "export", "score", "adoption", "commit"])
+@pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
+async def test_whatever_fails_while_the_trainer_learns_on_ends_the_run_with_that_and_leaves_nothing_under_way(
+    tmp_path: Path, mode: Mode, part: Part, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005), ("LOSSES", 1000)):
+        monkeypatch.setattr(fleet_module, name, value)
+    draw = random.Random(f"{mode} {part} {seed}")
+    lesson = Lesson(tmp_path, drawn_options(draw, "steps", mode), draw, "steps", failing=part)
+    before = asyncio.all_tasks()
+    with pytest.raises(SyncError, match="broken on purpose"):
+        await lesson.run()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
