@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from tidemill.actors.ranks import RankActor
+from tidemill.config import RunConfig
 from tidemill.errors import CheckpointError, RunError, StoreError
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.lease import Claim, Fence, lease_key, leased, next_claim, remove_lease, reserve
@@ -53,6 +56,25 @@ def test_an_older_attempt_loses_the_lease_and_commits_nothing_more(weed: ObjectS
     assert Checkpoints(weed, "a", 2).versions() == [3]
     Checkpoints(weed, "a", 2, new.claim).commit(4, tmp_path, {})
     assert Checkpoints(weed, "a", 2).versions() == [4, 3]
+
+
+class Rank(RankActor):
+    """A trainer rank whose store is given."""
+
+    bucket: ObjectStore
+
+    def store(self) -> AbstractContextManager[ObjectStore]:
+        return nullcontext(self.bucket)
+
+
+def test_an_older_attempt_publishes_no_weights_either(weed: ObjectStore, run_config: RunConfig) -> None:
+    old, new = (Fence(weed, run_config.name, Claim(attempt, "x")) for attempt in (1, 2))
+    rank = Rank(run_config, "none", 0, old.claim)
+    rank.bucket = weed
+    new.take()
+    for publish in (lambda: rank.upload_weights(3), rank.republish_weights):
+        with pytest.raises(CheckpointError, match="attempt 2 took the lease"):
+            publish()
 
 
 def test_a_lease_that_is_lost_during_the_upload_leaves_no_commit(weed: ObjectStore, tmp_path: Path) -> None:
