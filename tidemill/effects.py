@@ -137,6 +137,20 @@ def on_pods(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
             yield ConfigError(f"kubernetes.runtime_env.{name}", value, allowed, "Remove it or mend the spelling.")
 
 
+def notices(
+    data: DataConfig,
+    trainer: TrainerConfig,
+    asynchrony: AsynchronyConfig,
+    evaluation: EvaluationConfig,
+    checkpoint: CheckpointConfig,
+) -> Iterator[str]:
+    """What is told of a run's settings, which may be meant so, whatever the machine."""
+    yield from trained_held_out(data)
+    yield from long_warmup(trainer, asynchrony)
+    yield from rare_scores(evaluation, trainer, asynchrony)
+    yield from rare_checkpoints(checkpoint, trainer, asynchrony)
+
+
 def long_warmup(trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> Iterator[str]:
     """A notice of a warm-up that outlasts the run, as in a short trial of settings for a long one."""
     steps = trainer.steps * asynchrony.require_batches
