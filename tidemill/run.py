@@ -251,10 +251,20 @@ class Run:
             await parts.close()
 
     async def settle(self) -> None:
-        """Wait for the upload under way; its failure is the run's."""
+        """Wait for the upload under way; its failure is the run's.
+
+        Raises:
+            RunError: it takes longer than `UPLOAD_TIMEOUT_S`.
+            StoreError: it failed.
+        """
         upload, self.upload = self.upload, None  # told once, also where it failed and the run is closed for that
-        if upload is not None:
-            self.checkpoint_uri = await asyncio.wait_for(upload, UPLOAD_TIMEOUT_S)
+        if upload is None:
+            return
+        try:
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                self.checkpoint_uri = await upload
+        except TimeoutError as error:
+            raise RunError(f"a checkpoint was not stored within {UPLOAD_TIMEOUT_S:g} s; is the store slow?") from error
 
     def summarise(
         self,

@@ -13,7 +13,7 @@ import pytest
 from rollout_rig import run_config
 
 from tidemill import run as run_module
-from tidemill.errors import StoreError
+from tidemill.errors import RunError, StoreError
 from tidemill.observe.events import EventLog
 from tidemill.protocols import Answer, Evaluation
 from tidemill.run import Run
@@ -88,7 +88,7 @@ async def test_an_upload_that_takes_too_long_is_told_once_and_does_not_hide_why_
     with EventLog(tmp_path / "events.jsonl") as log:
         run = Run(run_config(), None, log, Stop())
         run.upload = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-        with pytest.raises(TimeoutError):
+        with pytest.raises(RunError, match=r"a checkpoint was not stored within 0\.01 s"):
             try:
                 await run.settle()
             finally:

@@ -64,9 +64,14 @@ class WeightSync:
         await exported.wait()
 
     async def settle(self) -> None:
-        """Wait until generation goes on with the newest version."""
+        """Wait until generation goes on with the newest version.
+
+        Raises:
+            TidemillError: what went wrong in its adoption.
+        """
         if self._adoption is not None:
-            await asyncio.wait([self._adoption])
+            await asyncio.wait([self._adoption])  # who stops waiting does not end it
+            self._adoption.result()
             self._adoption = None
 
     def cancel(self) -> None:
