@@ -60,7 +60,7 @@ class Loop:
 
     Attributes:
         steps, syncs: what was under way at each.
-        metrics: of each step.
+        metrics, phases: of each step.
         before_step: is awaited before the ranks learn from a batch.
         adopting: is awaited, with the version, before the engines adopt what has been exported.
     """
@@ -75,6 +75,7 @@ class Loop:
     syncs: list[Moment] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    phases: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rig = self.rig
@@ -112,7 +113,7 @@ class Loop:
         """Versions tell enough here."""
 
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
-        """Nothing here draws a timeline."""
+        self.phases.append([name for name, _, _ in timings.intervals])
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         raise AssertionError("nothing asks for an evaluation here")

@@ -49,6 +49,7 @@ async def test_the_next_step_is_trained_while_the_engines_adopt_and_the_next_exp
     assert loop.position.version == loop.rig.rollouter._admission.version == 6
     assert max(loop.ages) == 1
     assert ["time/sync_adopt" in metrics for metrics in loop.metrics] == [False, *[True] * 5]
+    assert sum(phases.count("adopt") for phases in loop.phases) == 6  # also of one that takes longer than its step
 
 
 async def test_on_policy_the_trainer_waits_for_groups_of_the_version_it_has_exported() -> None:

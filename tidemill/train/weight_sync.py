@@ -86,8 +86,9 @@ class WeightSync:
 
     def take_intervals(self) -> list[Interval]:
         """When engines adopted versions beside the trainer, of the adoptions that ended since the last call."""
-        taken, self._timings = self._timings, Timings()
-        return taken.intervals
+        taken = self._timings.intervals.copy()
+        self._timings.intervals.clear()
+        return taken
 
     async def _publish(self, version: int, exported: Callable[[], None]) -> None:
         with ExitStack() as adoption:
