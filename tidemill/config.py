@@ -310,9 +310,11 @@ def held_out(config: RunConfig) -> Iterator[ConfigError]:
     if mode == "spare" and engines == 1:
         allowed = "blocking or concurrent with rollout.engines = 1: no engine can be spared"
         yield ConfigError("evaluation.mode", mode, allowed, "Raise rollout.engines, or take concurrent.")
-    if config.registry.alias == "champion":
-        fix = "That alias goes to a version that scores no less than the one which has it. Leave this out."
-        yield ConfigError("registry.alias", "champion", "another name than champion", fix)
+    alias = config.registry.alias.lower()
+    if alias in ("champion", "latest") or (alias[0] == "v" and alias[1:].isdecimal()):
+        allowed = "another name than champion, and than latest, v1, v2 and so on, which MLflow keeps to itself"
+        fix = "The champion is a version that scores no less than the one which was it. Leave this out."
+        yield ConfigError("registry.alias", config.registry.alias, allowed, fix)
 
 
 def reward_names(config: RunConfig) -> Iterator[ConfigError]:

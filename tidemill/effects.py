@@ -7,7 +7,7 @@ is a limit that is not reached. What depends on the machine is told of when the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -45,6 +45,8 @@ OWN_VARIABLES = frozenset(
     }
 )
 """Environment variables of pods whose values do not come from `kubernetes.env`."""
+SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+"""Last words of names, such as HF_TOKEN, whose values nobody shall read in settings, manifests and MLflow."""
 RUNTIME_ENVIRONMENT = (
     "working_dir",
     "py_modules",
@@ -125,7 +127,10 @@ def loose_threshold(asynchrony: AsynchronyConfig) -> Iterator[ConfigError]:
 
 
 def on_pods(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
-    """Settings that pods would not have."""
+    """Settings that pods would not have, or that others would read."""
+    variables = kubernetes.runtime_env.get("env_vars")
+    yield from secrets("kubernetes.env", kubernetes.env)
+    yield from secrets("kubernetes.runtime_env.env_vars", variables if isinstance(variables, dict) else {})
     for name, value in kubernetes.env.items():
         if name in OWN_VARIABLES:
             fix = "Remove it; the object store's keys come from the secret kubernetes.store_secret."
@@ -135,6 +140,29 @@ def on_pods(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
         if name not in RUNTIME_ENVIRONMENT:
             allowed = f"one of the keys {', '.join(RUNTIME_ENVIRONMENT)}"
             yield ConfigError(f"kubernetes.runtime_env.{name}", value, allowed, "Remove it or mend the spelling.")
+
+
+def secrets(key: str, variables: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Environment variables that are called after what must not stand in settings."""
+    for name in variables:
+        if name.upper().rpartition("_")[2] in SECRETS and name not in OWN_VARIABLES:
+            allowed = "nothing secret: settings are stored and shown"
+            fix = "Put it into a Secret of the namespace, and name that in kubernetes.secrets."
+            yield ConfigError(f"{key}.{name}", "(not shown)", allowed, fix)
+
+
+def notices(
+    data: DataConfig,
+    trainer: TrainerConfig,
+    asynchrony: AsynchronyConfig,
+    evaluation: EvaluationConfig,
+    checkpoint: CheckpointConfig,
+) -> Iterator[str]:
+    """What is told of a run's settings, which may be meant so, whatever the machine."""
+    yield from trained_held_out(data)
+    yield from long_warmup(trainer, asynchrony)
+    yield from rare_scores(evaluation, trainer, asynchrony)
+    yield from rare_checkpoints(checkpoint, trainer, asynchrony)
 
 
 def long_warmup(trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> Iterator[str]:

@@ -25,7 +25,7 @@ from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config import RunConfig
-from tidemill.effects import long_warmup, other_processor, rare_checkpoints, rare_scores, trained_held_out
+from tidemill.effects import notices, other_processor
 from tidemill.errors import RunError, TidemillError
 from tidemill.observe.events import EventLog
 from tidemill.observe.excerpt import counted
@@ -142,7 +142,7 @@ class Run:
                         trainer = self.make_trainer(parts, observer, restart, before)
                         await self.learn(trainer, parts, observer)
                     with self.timings.phase("export"):
-                        model_uri = await self.finish(trainer, parts, observer, before)
+                        model_uri = await self.finish(trainer, parts, observer)
                 finally:
                     await self.close(parts)
             except BaseException as error:
@@ -160,13 +160,8 @@ class Run:
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
         gpus = engine_place(config).gpus > 0
-        for text in (
-            *trained_held_out(config.data),
-            *long_warmup(config.trainer, config.asynchrony),
-            *rare_scores(config.evaluation, config.trainer, config.asynchrony),
-            *rare_checkpoints(config.checkpoint, config.trainer, config.asynchrony),
-            *other_processor(config.rollout, gpus),
-        ):
+        told = notices(config.data, config.trainer, config.asynchrony, config.evaluation, config.checkpoint)
+        for text in (*told, *other_processor(config.rollout, gpus)):
             observer.notice(text)
         engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
         ranks = start_ranks(config, path, self.claim)
@@ -239,9 +234,7 @@ class Run:
             await trainer.fit()
             await parts.generation.stop()
 
-    async def finish(
-        self, trainer: Trainer, parts: Parts, observer: RunObserver, before: Evaluation | None
-    ) -> str | None:
+    async def finish(self, trainer: Trainer, parts: Parts, observer: RunObserver) -> str | None:
         """Commit the last version and, unless there is a hurry, export the model; returns the model's URI."""
         observer.phase("commit the checkpoint and export the model")
         assert trainer.commit is not None

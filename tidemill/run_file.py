@@ -237,10 +237,12 @@ def truncated(key: str, value: object) -> ConfigError:
 
 
 def meant(key: str, siblings: Sequence[str]) -> str:
-    """A question after the setting that was probably meant: a similar one, or one of this name in another section."""
+    """A question after the setting that was probably meant: one cut short, a similar one, or one of another section."""
     section, _, name = key.rpartition(".")
-    near = [f"{section}.{found}".lstrip(".") for found in difflib.get_close_matches(name.lower(), siblings, 1, 0.75)]
-    found = [*near, *(known for known, _, _ in fields() if known.rpartition(".")[2] == name)]
+    short = [sibling for sibling in siblings if sibling.startswith(name.lower())]
+    near = [*(short if len(short) == 1 else []), *difflib.get_close_matches(name.lower(), siblings, 1, 0.75)]
+    elsewhere = [known for known, _, _ in fields() if known.rpartition(".")[2] == name]
+    found = [*(f"{section}.{sibling}".lstrip(".") for sibling in near), *elsewhere]
     return f"Did you mean {found[0]}? " if found else ""
 
 

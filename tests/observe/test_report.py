@@ -1,4 +1,4 @@
-"""The summary file, the table at the end, and the reward curve."""
+"""The summary file, and the table at the end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from tidemill.errors import DataError
-from tidemill.observe.events import EvaluationFinished, Event, PhaseStarted, StepFinished
 from tidemill.observe.excerpt import counted, excerpt
-from tidemill.observe.report import Sample, Summary, held_out_points, render, reward_curve_svg_or_png, shortened
+from tidemill.observe.report import Sample, Summary, render, shortened
 from tidemill.protocols import Answer
 
 SUMMARY = Summary(
@@ -115,35 +114,3 @@ def test_commands_appear_only_when_they_would_work() -> None:
     text = shown(replace(SUMMARY, model_uri=None, mlflow_run_id=None))
     assert "tidemill generate" not in text
     assert "tidemill ui" not in text
-
-
-def step(number: int, version: int, reward: float) -> StepFinished:
-    return StepFinished(number, 4, version, 1.0, {"reward/mean": reward}, 0.0)
-
-
-EVENTS: list[Event] = [
-    PhaseStarted("train", 0.0),
-    EvaluationFinished(0, 0.1, [], 0.0),
-    step(1, 0, 0.2),
-    EvaluationFinished(2, 0.3, [], 0.0),
-    step(2, 1, 0.3),
-    step(3, 1, 0.4),
-    step(4, 2, 0.5),
-    EvaluationFinished(4, 0.5, [], 0.0),
-    EvaluationFinished(4, 0.6, [], 0.0),
-]
-
-
-def test_scores_stand_at_their_steps_and_the_last_one_counts() -> None:
-    assert held_out_points(EVENTS) == [(0, 0.1), (2, 0.3), (4, 0.6)]
-
-
-@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
-def test_the_reward_curve_is_drawn_in_the_format_of_its_name(tmp_path: Path, suffix: str, magic: bytes) -> None:
-    reward_curve_svg_or_png(EVENTS, tmp_path / f"curve.{suffix}")
-    assert (tmp_path / f"curve.{suffix}").read_bytes().startswith(magic)
-
-
-def test_a_curve_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no finished step"):
-        reward_curve_svg_or_png(EVENTS[:2], tmp_path / "curve.svg")

@@ -103,6 +103,16 @@ def test_run_that_may_begin_is_told_and_none_is_made(tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == []
 
 
+def test_settings_that_may_not_be_meant_so_are_told_before_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["data.held_out=addition_train.jsonl", "trainer.steps=9", "trainer.warmup_steps=90"]
+    assert main(["check", EXAMPLE, f"output={tmp_path / 'runs'}", *settings]) == 0
+    told = capsys.readouterr().out.splitlines()
+    parts = ("data.held_out names", "trainer.warmup_steps = 90", "evaluation.every = 10", "checkpoint.every = 15")
+    assert all(part in line for part, line in zip(parts, told[:4], strict=True))
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

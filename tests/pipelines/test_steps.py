@@ -270,6 +270,14 @@ def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, t
         validated(changed(addition, model, f"rollout.max_new_tokens={limit + 1}"))
 
 
+def test_engine_whose_gpus_cannot_have_equally_many_heads_is_refused(addition: RunConfig, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", 0)
+    model, size = f"model={tmp_path / 'model'}", "rollout.tensor_parallel_size"
+    check_model(parse_config(changed(addition, model, f"{size}=2")))
+    with pytest.raises(ConfigError, match=f"{size} = 3: allowed is a divisor of the 4 attention heads"):
+        check_model(parse_config(changed(addition, model, f"{size}=3")))
+
+
 def test_context_of_a_published_model_on_this_machine_is_known(
     addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,8 @@ def test_mistyped_section_is_named_and_not_the_one_that_is_then_missing() -> Non
         ("rewards.0.wieght=2", "rewards.0.weight"),
         ("rollout.max_tokens=9", "rollout.max_new_tokens"),
         ("trainer.STEPS=9", "trainer.steps"),
+        ("async.max_staleness=2", "asynchrony"),
+        ("rollout.temp=0.7", "rollout.temperature"),
         ("rollout.colour=9", None),
     ],
 )
@@ -124,6 +126,8 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("evaluation.every", ["evaluation.every=1"]),
         ("registry.min_score", ["registry.min_score=0.5"]),
         ("registry.alias", ["registry.alias=champion"]),
+        ("registry.alias", ["registry.alias=v1"]),
+        ("registry.alias", ["registry.alias=Latest"]),
         ("rewards.0.function", ["rewards.0.function=mine:mean"]),
         ("rewards.0.function", ["rewards.0.function=mine:größe"]),
         ("algorithm.proximal", ["algorithm.proximal=loglinear"]),

@@ -71,6 +71,14 @@ def test_a_key_of_the_store_in_the_settings_is_refused_without_being_shown() -> 
     assert "abracadabra" not in str(error)
 
 
+@pytest.mark.parametrize("key", ["kubernetes.env", "kubernetes.runtime_env.env_vars"])
+def test_a_secret_in_the_settings_is_refused_without_being_shown(key: str) -> None:
+    error = refusal(*ON_KUBERNETES, f"{key}={{A: b, HF_TOKEN: abracadabra}}")
+    assert error.key == f"{key}.HF_TOKEN" and "kubernetes.secrets" in error.fix
+    assert "abracadabra" not in str(error)
+    parse(*ON_KUBERNETES, f"{key}={{TOKENIZERS_PARALLELISM: 'false', KEY_ROTATION: 'on'}}")
+
+
 def test_one_file_may_serve_machines_with_gpus_and_without_and_is_told_what_each_leaves_out() -> None:
     rollout = parse("rollout.cpu_kv_cache_gib=4", "rollout.gpu_memory_utilization=0.5").rollout
     [on_gpus], [without] = other_processor(rollout, gpus=True), other_processor(rollout, gpus=False)

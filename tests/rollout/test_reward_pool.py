@@ -140,9 +140,9 @@ async def test_a_call_that_never_gives_the_interpreter_back_is_killed_too(pool: 
         ("mine:broken", r"failed on prompt 3:\nTraceback(.|\n)*KeyError: 'no such key'"),
         ("mine:unpicklable", "Local: gone wrong"),
         ("mine:leaves", "SystemExit: 3"),
-        ("mine:nan", "reward 'nan' returned nan"),
+        ("mine:nan", r"failed on prompt 3:\nreward 'nan' returned nan, which is not a finite number$"),
         ("mine:dies", "the worker of reward 'mine:dies' died"),
-        ("math_verify", "no reference answer"),
+        ("math_verify", r"failed on prompt 3:\nmath_verify: the row has no reference answer"),
     ],
 )
 async def test_a_failure_reaches_the_caller_and_the_pool_lives(

@@ -84,6 +84,7 @@ def test_a_function_is_found_by_import_path() -> None:
         ("math:no_such", "no_such"),
         ("math:pi", "is a float, not a function"),
         ("math:", "is no reward function"),
+        ("rl/my_rewards.py:score", r"names a file\. Name its module as Python imports it, my_rewards:score, and start"),
     ],
 )
 def test_a_function_that_cannot_be_had_is_refused(name: str, message: str) -> None:

@@ -119,7 +119,7 @@ def test_options_of_another_form_are_refused(query: str) -> None:
     ("task", "query"), [("no_such_task", ""), ("basic_arithmetic", "?colour=3"), ("basic_arithmetic", "?size=many")]
 )
 def test_an_unknown_task_or_option_is_refused(task: str, query: str) -> None:
-    with pytest.raises(DataError, match=f"reasoning_gym://{task}"):
+    with pytest.raises(DataError, match=f"data.train = reasoning_gym://{task}.*Name a task"):
         load(f"reasoning_gym://{task}{query}")
 
 

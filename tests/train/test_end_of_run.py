@@ -64,7 +64,7 @@ async def test_who_is_in_a_hurry_commits_and_exports_nothing(
     with EventLog(tmp_path / "events.jsonl") as log:
         run, parts = Run(run_config(), None, log, stop), SimpleNamespace(ranks=end)
         trainer: Any = end
-        assert await run.finish(trainer, parts, end, None) == uri  # type: ignore[arg-type]
+        assert await run.finish(trainer, parts, end) == uri  # type: ignore[arg-type]
     assert end.done == done
 
 

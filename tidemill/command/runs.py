@@ -60,6 +60,7 @@ def check(arguments: argparse.Namespace) -> int:
     Raises:
         TidemillError: naming what is wrong and what to do.
     """
+    from tidemill.effects import notices
     from tidemill.pipeline.steps import checked
     from tidemill.run_file import load_config
 
@@ -70,6 +71,8 @@ def check(arguments: argparse.Namespace) -> int:
         fix = f"`tidemill submit {arguments.file} --dry-run` checks a run for a cluster."
         raise ConfigError("cluster.provider", config.cluster.provider, allowed, fix)
     checked(config)
+    for text in notices(config.data, config.trainer, config.asynchrony, config.evaluation, config.checkpoint):
+        print(f"{arguments.file}: {text}")
     print(f"{arguments.file}: nothing is wrong; a run may begin")
     return 0
 

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.errors import DataError
-from tidemill.observe.events import EvaluationFinished, Event, StepFinished
 from tidemill.observe.excerpt import counted, excerpt
 from tidemill.observe.progress import duration
 from tidemill.protocols import Answer
@@ -263,33 +262,3 @@ def shortened(answer: Answer) -> Answer:
     """The answer as the report shows it."""
     expected = None if answer.expected is None else excerpt(answer.expected)
     return replace(answer, prompt=excerpt(answer.prompt), response=excerpt(answer.response), expected=expected)
-
-
-def reward_curve_svg_or_png(events: Sequence[Event], path: str | Path) -> None:
-    """Draw reward per step and the held-out scores; the suffix of `path` chooses the format (`.svg`, `.png`).
-
-    Steps that a restart repeated are drawn as they ran last.
-
-    Raises:
-        DataError: no step has finished.
-    """
-    from matplotlib.figure import Figure
-
-    rewards = {e.step: e.metrics["reward/mean"] for e in events if isinstance(e, StepFinished)}
-    if not rewards:
-        raise DataError(f"cannot draw {path}: the log holds no finished step")
-    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(list(rewards), list(rewards.values()), color="tab:blue", label="training reward (mean of the step)")
-    if held_out := held_out_points(events):
-        axes.plot(*zip(*held_out, strict=True), "o", color="tab:orange", label="held-out score (greedy)")
-    axes.set(xlabel="step of the trainer", ylabel="reward")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", frameon=False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def held_out_points(events: Sequence[Event]) -> list[tuple[int, float]]:
-    """`(step, score)` of every evaluation, 0 for the policy before training."""
-    return sorted({event.step: event.score for event in events if isinstance(event, EvaluationFinished)}.items())

@@ -27,7 +27,7 @@ from tidemill.sections import DataConfig, RewardConfig
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.locate import Locator
 from tidemill.store.mlflow_server import refusal
-from tidemill.store.models import context_of, default_cache, looks_like_hub_name, resolve_model, snapshot
+from tidemill.store.models import context_of, default_cache, heads_of, looks_like_hub_name, resolve_model, snapshot
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.restart import check_fit
 from tidemill.store.server import store_folder
@@ -169,18 +169,33 @@ def check_model(config: RunConfig) -> None:
 
     Raises:
         ModelError: there is no such folder, or it is no model.
-        ConfigError: the longest prompt and response do not fit its context.
+        ConfigError: the longest prompt and response do not fit its context, or its heads cannot be shared out.
     """
     remote = config.model.startswith(("s3://", "models:/")) or looks_like_hub_name(config.model)
     if not remote or Path(config.model).expanduser().is_dir():
         folder: Path | None = resolve_model(config.model, default_cache()).path
     else:
         folder = present(config.model)
+    if folder is None:
+        return
+    check_heads(config, heads_of(folder))
     wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    context = None if folder is None else context_of(folder)
+    context = context_of(folder)
     if context is not None and wanted > context:
         allowed = f"at most the {context} tokens of context of {config.model}"
         raise ConfigError("data.max_prompt_tokens + rollout.max_new_tokens", wanted, allowed, "Lower one of the two.")
+
+
+def check_heads(config: RunConfig, heads: int | None) -> None:
+    """Refuse a number of GPUs that an engine cannot give equally many attention heads each.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    size = config.rollout.tensor_parallel_size
+    if heads is not None and heads % size:
+        allowed = f"a divisor of the {heads} attention heads of {config.model}"
+        raise ConfigError("rollout.tensor_parallel_size", size, allowed, "Every GPU of an engine keeps equally many.")
 
 
 def present(name: str) -> Path | None:
@@ -327,7 +342,7 @@ def rooms(config: RunConfig, weights: int) -> Iterator[Room]:
         "memory",
         config.trainer.ranks * PROCESS + training + config.rollout.engines * engine,
         psutil.virtual_memory().available,
-        "Close other programs, choose a smaller model, or run fewer engines (rollout.engines).",
+        f"Close other programs, choose a smaller model, or lower what each takes some of: {memory_settings(config)}.",
     )
     if SHARED_MEMORY.is_dir():
         yield Room(
@@ -336,6 +351,13 @@ def rooms(config: RunConfig, weights: int) -> Iterator[Room]:
             shutil.disk_usage(SHARED_MEMORY).free,
             "In a container start it with a larger one, for example --shm-size=4g.",
         )
+
+
+def memory_settings(config: RunConfig) -> str:
+    """The settings by which a run takes more memory, with their values."""
+    engines, cache = config.rollout.engines, config.rollout.cpu_kv_cache_gib
+    ranks = config.trainer.ranks
+    return f"rollout.engines = {engines}, rollout.cpu_kv_cache_gib = {cache} for each, trainer.ranks = {ranks}"
 
 
 def nearest_folder(path: Path) -> Path:

@@ -80,5 +80,7 @@ def score(call: Call) -> Outcome:
         function = resolve(call.function)
         values = [function(response, **call.columns, **call.options) for response in call.responses]
         return Outcome(parts=tuple(as_parts(call.label, value) for value in values))
+    except RewardError as error:  # a sentence, where a traceback of ours would hide it
+        return Outcome(error=str(error))
     except (Exception, SystemExit):  # noqa: BLE001 - the boundary of the process; the pool raises it
         return Outcome(error=traceback.format_exc())

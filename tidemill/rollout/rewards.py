@@ -158,6 +158,12 @@ def resolve(name: str) -> Reward:
         raise RewardError(
             f"{name!r} is no reward function: built in are {built_in_names()}; or package.module:function"
         )
+    if module_name.endswith(".py"):
+        module = module_name.removesuffix(".py").rpartition("/")[2]
+        raise RewardError(
+            f"reward {name!r} names a file. Name its module as Python imports it, {module}:{path}, and start where the "
+            "file stands."
+        )
     found: Any = import_module(module_name, name)
     for attribute in path.split("."):
         try:

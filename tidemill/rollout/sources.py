@@ -141,7 +141,8 @@ def task_rows(task: str, options: Mapping[str, Any], config: DataConfig, key: st
     try:
         entries = list(gym.create_dataset(task, **options))
     except (ValueError, TypeError, AssertionError) as error:
-        raise DataError(f"{source} with options {options}: {error}") from error
+        fix = "Name a task of reasoning_gym, such as basic_arithmetic, and options that it takes."
+        raise DataError(f"{key} = {source} with options {options}: {error}. {fix}") from error
     for number, entry in enumerate(entries, start=1):
         row = {config.prompt_key: entry["question"], config.answer_key: entry["answer"], "entry": as_json(entry)}
         yield f"{source}: row {number}", row

@@ -140,7 +140,17 @@ def lacks(folder: Path) -> list[str]:
 
 
 def context_of(folder: Path) -> int | None:
-    """Tokens that a model can attend to, as its `config.json` says; None if it does not.
+    """Tokens that a model can attend to; see `size_of`."""
+    return size_of(folder, "max_position_embeddings")
+
+
+def heads_of(folder: Path) -> int | None:
+    """Attention heads of a layer; see `size_of`."""
+    return size_of(folder, "num_attention_heads")
+
+
+def size_of(folder: Path, name: str) -> int | None:
+    """A whole number of a model, as its `config.json` says; None if it does not.
 
     Raises:
         ModelError: there is no such file, or it is no JSON object.
@@ -148,7 +158,7 @@ def context_of(folder: Path) -> int | None:
     path = folder / "config.json"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        context = tree.get("text_config", tree).get("max_position_embeddings")  # of the language part, where more are
+        size = tree.get("text_config", tree).get(name)  # of the language part, where more are
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    return context if isinstance(context, int) else None
+    return size if isinstance(size, int) else None
