@@ -1,4 +1,7 @@
-"""A whole attempt with everything real, in a Ray cluster of nodes that share neither disk nor memory, as pods do.
+"""A whole run with everything real, in a Ray cluster of nodes that share neither disk nor memory, as pods do.
+
+The head of its first attempt is told to end in the middle, as by a queue that wants the GPUs back; the second attempt
+goes on.
 
 Every node is a `ray start` in a mount namespace of its own, with its own /dev/shm and its own disk.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -26,6 +30,8 @@ import yaml
 from free_port import free_port
 from tiny_model import make_tiny_model
 
+from tidemill.failure import Failure
+from tidemill.job import FAILED, TERMINATED
 from tidemill.observe.events import EvaluationFinished, PhaseStarted, StepFinished, event_from_dict
 from tidemill.observe.report import Summary
 from tidemill.store.attempt import Attempt
@@ -37,7 +43,7 @@ from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400), pytest.mark.filterwarnings("default")]
-STEPS, TIMEOUT_S = 4, 1500
+STEPS, TIMEOUT_S = 12, 1500
 TRAINERS = {"tidemill_trainer": 1, "tidemill_service": 1000}
 NODES = {"trainer-0": TRAINERS, "trainer-1": TRAINERS, "rollout": {"tidemill_rollout": 1}}
 
@@ -163,10 +169,27 @@ def settings(folder: Path, store: ObjectStore, mlflow: str) -> dict[str, Any]:
     }
 
 
+def told_to_end(job: list[str], cluster: Cluster, folder: Path) -> int:
+    """Begin an attempt, and end it after its first step; returns the exit status."""
+    events, deadline = cluster.scratch / "pods" / "events.jsonl", time.monotonic() + TIMEOUT_S
+    with (folder / "first.log").open("wb") as output:
+        first = subprocess.Popen(job, env=cluster.environment, cwd=folder, stdout=output, stderr=output)
+    try:
+        while not (events.exists() and '"step_finished"' in events.read_text()):
+            assert first.poll() is None and time.monotonic() < deadline, (folder / "first.log").read_text()
+            time.sleep(0.05)
+        first.send_signal(signal.SIGTERM)
+        return first.wait(TIMEOUT_S)
+    finally:
+        first.kill()
+        first.wait()
+
+
 @dataclass(frozen=True)
 class Trained:
-    """What an attempt left."""
+    """What the attempts left; status and screen are those of the second."""
 
+    first_status: int
     status: int
     screen: str
     store: ObjectStore
@@ -175,12 +198,12 @@ class Trained:
 
     @property
     def events(self) -> list[Any]:
-        lines = JournalReader(self.store, Attempt("pods", 1).events).read().splitlines()
-        return [event_from_dict(json.loads(line)) for line in lines]
+        journals = (JournalReader(self.store, Attempt("pods", number).events).read() for number in (1, 2))
+        return [event_from_dict(json.loads(line)) for journal in journals for line in journal.splitlines()]
 
     @property
     def summary(self) -> Summary:
-        return Summary.from_json(self.store.get_bytes(Attempt("pods", 1).summary).decode())
+        return Summary.from_json(self.store.get_bytes(Attempt("pods", 2).summary).decode())
 
 
 @pytest.fixture(scope="module")
@@ -210,14 +233,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         made = stack.enter_context(cluster(folder, environment))
         wait_for_port(port)
         job = [sys.executable, "-m", "tidemill.job"]
+        first_status = told_to_end(job, made, folder)
+        shutil.rmtree(made.scratch / "pods")  # of the head, which would be another pod
+        again = made.environment | {"TIDEMILL_ATTEMPT": "2"}
         done = subprocess.run(
-            job, env=made.environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            job, env=again, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-        yield Trained(done.returncode, done.stdout + done.stderr, store, made, f"http://127.0.0.1:{port}")
+        screen = done.stdout + done.stderr
+        yield Trained(first_status, done.returncode, screen, store, made, f"http://127.0.0.1:{port}")
+
+
+def test_head_that_is_told_to_end_commits_and_leaves_the_rest_to_another_attempt(trained: Trained) -> None:
+    failure = Failure.from_json(trained.store.get_bytes(Attempt("pods", 1).failure).decode(), "first")
+    assert (trained.first_status, failure.passing) == (FAILED, True)
+    done = re.fullmatch(f"{TERMINATED}; (s3://.*) holds what was trained, ([0-9]+) steps", failure.message)
+    assert done is not None and 1 <= int(done[2]) < STEPS
+    assert not trained.store.exists(Attempt("pods", 1).summary)
 
 
 def test_run_trains_to_its_end(trained: Trained) -> None:
-    log = JournalReader(trained.store, Attempt("pods", 1).log).read().decode(errors="replace")
+    log = JournalReader(trained.store, Attempt("pods", 2).log).read().decode(errors="replace")
     assert trained.status == 0, trained.screen + log[-5000:]
     assert [event.step for event in trained.events if isinstance(event, StepFinished)] == list(range(1, STEPS + 1))
     assert trained.summary.steps == STEPS
@@ -240,14 +275,15 @@ def test_every_pod_has_the_model_on_its_own_disk_and_the_head_has_none(trained: 
 
 
 def test_exported_model_is_scored_by_another_engine(trained: Trained) -> None:
-    evaluation = json.loads(trained.store.get_bytes(Attempt("pods", 1).evaluation))
+    evaluation = json.loads(trained.store.get_bytes(Attempt("pods", 2).evaluation))
     assert len(evaluation["answers"]) == 4
     assert 0.0 <= evaluation["score"] <= 1.0
     assert not any(isinstance(event, EvaluationFinished) and event.step == STEPS for event in trained.events)
 
 
 def test_checkpoint_lies_in_the_store_and_nothing_else_is_left(trained: Trained) -> None:
-    assert Checkpoints(trained.store, "pods", 2).versions()[0] == STEPS
+    last = [event for event in trained.events if isinstance(event, StepFinished)][-1]
+    assert Checkpoints(trained.store, "pods", 2).versions()[0] == last.version
     assert trained.store.list("runs/pods/weights") == ()
     assert json.loads(trained.store.get_bytes(lease_key("pods")))["released"]
 

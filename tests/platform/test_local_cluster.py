@@ -17,14 +17,16 @@ from tidemill.store.server import store_folder
 from tidemill.store.weed import find_server
 
 SESSION = """
-import os, sys
+import os, signal, sys
 import psutil, ray
 from tidemill.cluster.local import ray_session
 from tidemill.run_file import load_config
 
 config = load_config(sys.argv[1], [])
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end"))
 try:
     with ray_session(config):
+        os.kill(os.getpid(), signal.SIGTERM)
         print(int(ray.cluster_resources()["CPU"]) == os.cpu_count())
         left = psutil.Process().children(recursive=True)
         raise KeyError
@@ -71,11 +73,11 @@ def test_existing_cluster_needs_its_address(addition: RunConfig, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_ray_ends_with_the_session_also_after_an_error() -> None:
+def test_ray_ends_with_the_session_also_after_an_error_and_takes_no_signal_from_whom_it_is_for() -> None:
     example = Path(__file__).parents[2] / "examples/addition.yaml"
     command = [sys.executable, "-c", SESSION, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.split("\n")[:2] == ["True", "True []"]
+    assert done.stdout.split("\n")[:3] == ["asked to end", "True", "True []"]
 
 
 def test_runs_of_one_name_below_different_folders_do_not_share_weights(addition: RunConfig, tmp_path: Path) -> None:

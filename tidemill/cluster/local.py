@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,8 @@ def weights_folder(config: RunConfig) -> Path:
 def ray_session(config: RunConfig) -> Iterator[None]:
     """Ray for the time of the body: started here for `local`, else joined at RAY_ADDRESS, which Ray sets for its jobs.
 
+    Who listens to SIGTERM goes on listening.
+
     Raises:
         ConfigError: no RAY_ADDRESS to join.
         RunError: Ray does not start, or nobody answers at RAY_ADDRESS.
@@ -71,13 +74,25 @@ def ray_session(config: RunConfig) -> Iterator[None]:
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "true")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        if config.cluster.provider == "local":
-            start_ray(config)
-        else:
-            join_ray(config.cluster.provider)
+        with own_sigterm():
+            if config.cluster.provider == "local":
+                start_ray(config)
+            else:
+                join_ray(config.cluster.provider)
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Keep the handler of SIGTERM that this process has, if any: Ray puts one in its place that exits at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before not in (signal.SIG_DFL, signal.getsignal(signal.SIGTERM)):
+            signal.signal(signal.SIGTERM, before)
 
 
 def cluster_resources() -> dict[str, float]:
