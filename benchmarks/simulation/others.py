@@ -151,7 +151,8 @@ class Clairvoyant(Other):
     """Knows how long each prompt will take, and starts the longest of those at hand that can still be trained.
 
     At hand are the prompts of the next version, in any order. A group is in time if it ends before the last batch of
-    the last version that may train it, as far as versions last as long as they do at the bound.
+    the last version that may train it, as far as versions last as long as they do at the bound; at a maximum age of 0
+    the trainer waits for all of them.
     """
 
     def __init__(self, world: World, rule: Rule, max_age: int) -> None:
@@ -162,7 +163,8 @@ class Clairvoyant(Other):
         scenario = self.world.scenario
         self.again += itertools.islice(self.uids, max(0, scenario.per_version - len(self.again)))
         version_s = max(scenario.generate_s, scenario.step_s * scenario.trigger)
-        left_s = self.began + (self.max_age + 1) * version_s - scenario.step_s - now()
+        latest = self.began + (self.max_age + 1) * version_s - scenario.step_s if self.max_age else math.inf
+        left_s = latest - now()
         fitting = [uid for uid in self.again if self.world.seconds[uid] <= left_s]
         if not fitting:
             return None
