@@ -54,7 +54,7 @@ from tidemill.train.stop import Stop
 CONFIG, ATTEMPT, SCRATCH = "TIDEMILL_CONFIG", "TIDEMILL_ATTEMPT", "TIDEMILL_SCRATCH"
 POLL_S = 5.0
 FAILED = 1
-TERMINATED = "the head pod was told to end"
+TERMINATED = "the driver was told to end"
 Train = Callable[[RunConfig, Stop, Claim], Summary]
 Score = Callable[[RunConfig, str], Evaluation]
 

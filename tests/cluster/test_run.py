@@ -69,7 +69,7 @@ def cluster_of(bench: Bench) -> str:
     ("kind", "victim", "told"),
     [
         (PODS, head_of, "the head pod"),
-        (PODS, submitter_of, "the driver could not be started, or the connection to it was lost"),
+        (PODS, submitter_of, "the driver was told to end; s3://"),  # by KubeRay, and committed first
         (RAY_CLUSTERS, cluster_of, "the head pod"),
     ],
 )
