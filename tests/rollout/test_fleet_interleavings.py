@@ -33,6 +33,13 @@ WAITING = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.5, "idle/rollou
 AHEAD = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.0, "idle/rollouter": 0.9}
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet that looks often, and never gives a place up."""
+    for name, value in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005), ("LOSSES", 1000)):
+        monkeypatch.setattr(fleet_module, name, value)
+
+
 class Unsteady(FakeMember):
     """Everything takes a drawn time, and some of it fails."""
 
@@ -115,10 +122,8 @@ class Troubled:
 @pytest.mark.parametrize("strategy", ["pace", "drop", "wait"])
 @pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
 async def test_whatever_becomes_of_engines_no_group_is_lost_or_too_old_and_none_of_them_stays(
-    tmp_path: Path, mode: Mode, strategy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: Mode, strategy: str, seed: int
 ) -> None:
-    for name, value in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005), ("LOSSES", 1000)):
-        monkeypatch.setattr(fleet_module, name, value)
     draw = random.Random(f"{mode} {strategy} {seed}")
     options = {"trainer": {"steps": STEPS}, "asynchrony": {"staleness_strategy": strategy, "max_staleness": 2}}
     made = type("Drawn", (Unsteady,), {"draw": draw})
@@ -350,10 +355,8 @@ def drawn_options(draw: random.Random, end: End, mode: Mode) -> dict[str, Any]:
 @pytest.mark.parametrize("end", ["steps", "data", "stop", "hurry"])
 @pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
 async def test_whatever_becomes_of_engines_while_the_trainer_learns_on_a_run_ends_whole_and_can_go_on(
-    tmp_path: Path, mode: Mode, end: End, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: Mode, end: End, seed: int
 ) -> None:
-    for name, value in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005), ("LOSSES", 1000)):
-        monkeypatch.setattr(fleet_module, name, value)
     draw = random.Random(f"{mode} {end} {seed}")
     lesson = Lesson(tmp_path / "first", drawn_options(draw, end, mode), draw, end)
     await lesson.run()
@@ -391,10 +394,8 @@ def check(lesson: Lesson) -> None:
 @pytest.mark.parametrize("part", ["generation", "update", "export", "score", "adoption", "commit"])
 @pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
 async def test_whatever_fails_while_the_trainer_learns_on_ends_the_run_with_that_and_leaves_nothing_under_way(
-    tmp_path: Path, mode: Mode, part: Part, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: Mode, part: Part, seed: int
 ) -> None:
-    for name, value in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005), ("LOSSES", 1000)):
-        monkeypatch.setattr(fleet_module, name, value)
     draw = random.Random(f"{mode} {part} {seed}")
     lesson = Lesson(tmp_path, drawn_options(draw, "steps", mode), draw, "steps", failing=part)
     before = asyncio.all_tasks()

@@ -91,7 +91,7 @@ def own_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        if before not in (signal.SIG_DFL, signal.getsignal(signal.SIGTERM)):
+        if before not in (None, signal.SIG_DFL, signal.getsignal(signal.SIGTERM)):  # None: not set by Python
             signal.signal(signal.SIGTERM, before)
 
 
