@@ -76,7 +76,7 @@ def start_verl(python: Path) -> Iterator[Verl]:
 
 
 async def put(queue: RemoteQueue, payload: bytes, timeout_s: float = DEADLINE_S) -> None:
-    header = GroupHeader(uid_of(payload), 0, 1, len(payload))
+    header = GroupHeader(uid_of(payload), 0, 0, 1, len(payload))
     await queue.put([Delivery(header, payload)], timeout_s)
 
 

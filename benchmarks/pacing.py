@@ -7,10 +7,16 @@ a second attempt does not change; a slot is never slowed down by its neighbours;
 time, and every `--trigger` steps a sync begins a version. It holds up the trainer for `--export` seconds and then the
 engines for `--pause` seconds, while the trainer goes on.
 
+Ours runs with the strategy that is the default, and with `mask`, which trains groups that were overtaken without the
+tokens that are too old. These count as generated in vain, and not as trained, on both sides.
+
 The bound is the throughput of the slower side, generation or training, as if it never waited for the other and nothing
 was thrown away. Age, waste and idle are explained at `Outcome`. Each of the others runs with a grid of settings, and
 is shown with the fastest one whose trained groups were all within the maximum age that ours is set to: drop-on-read
 holds it by force as ours does, verl and AReaL have no such limit, so that theirs is what the simulation observes.
+
+A group occupies its slot for the time of its longest response. With `--scatter` the others are shorter, which decides
+what of a group is old; without, all are equally long.
 
 With several epochs every prompt comes again, as far from its first time as `--noise` says, and all rules see the same
 occurrences. Ours then remembers how long prompts took; "no memory" is ours on the same generation times, but with data
@@ -63,7 +69,7 @@ class Outcome:
 
     Attributes:
         setting: of the rule.
-        share: throughput over the bound.
+        share: throughput over the bound, in tokens that are trained.
         age, max_age: mean and largest age of a trained group, in versions.
         waste: tokens that were generated and will not be trained, of all generated.
         trainer_idle: share of time in which the trainer waited for groups.
@@ -89,7 +95,7 @@ async def train(world: World, system: System) -> None:
         asked = now()
         batch = await system.take(scenario.batch)
         world.waited_s += now() - asked
-        world.ages += [world.version - group.oldest_version for group in batch]
+        world.learn(batch)
         await asyncio.sleep(scenario.step_s)
         await system.trained(batch)
         if (step + 1) % scenario.trigger == 0:
@@ -118,14 +124,16 @@ async def simulate(scenario: Scenario, make: Callable[[World], System], setting:
     system = make(world)
     await train(world, system)
     world.occupy(0)
+    trained = 1 - world.masked_s / world.taken_s
     steps = len(world.ages) / scenario.batch
+    vain_s = world.wasted_s + world.masked_s
     elapsed = now() - world.reset_at
     outcome = Outcome(
         setting,
-        share=max(steps * scenario.step_s, (world.busy_s - world.wasted_s) / scenario.slots) / elapsed,
+        share=max(steps * scenario.step_s * trained, (world.busy_s - vain_s) / scenario.slots) / elapsed,
         age=statistics.mean(world.ages),
         max_age=max(world.ages),
-        waste=world.wasted_s / world.busy_s,
+        waste=vain_s / world.busy_s,
         trainer_idle=world.waited_s / elapsed,
         engines_idle=max(0.0, 1 - world.busy_s / elapsed / scenario.slots),  # rounding
     )
@@ -167,6 +175,9 @@ def measure(scenario: Scenario, seeds: int, max_age: int) -> dict[str, Outcome]:
     ours = {"ours": run(scenario, seeds, partial(Ours, max_staleness=max_age, memory=True), setting)}
     if scenario.epochs > 1:
         ours["ours, no memory"] = run(scenario, seeds, partial(Ours, max_staleness=max_age, memory=False), setting)
+    if max_age:
+        masks = partial(Ours, max_staleness=max_age, memory=True, strategy="mask")
+        ours["ours, mask"] = run(scenario, seeds, masks, setting)
     rule = paced(scenario, max_age)
     clairvoyant = run(scenario, seeds, partial(Clairvoyant, rule=rule, max_age=max_age), rule.setting)
     others = {name: best(scenario, seeds, rules, max_age) for name, rules in grids(scenario, max_age).items()}
@@ -193,7 +204,9 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Scenario, int]]:
         more = args.trigger // steps  # versions for one of `trigger` steps
         max_age = (age + 1) * more - 1
         sizes = (args.batch, steps, args.engines, args.versions * more)
-        scenario = Scenario(tail, longest * more, balance, *sizes, epochs, args.noise, args.export, args.pause, seed=0)
+        scenario = Scenario(
+            tail, longest * more, balance, *sizes, epochs, args.noise, args.export, args.pause, args.scatter, seed=0
+        )
         synced = f", synced every {steps}: {max_age}" if more > 1 else ""
         name = f"{tail}, longest {longest:g} versions, {BALANCES[balance]}, max age {age}{synced}, epochs {epochs}"
         yield name, scenario, max_age
@@ -228,6 +241,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=0.3, help="sigma of a prompt's times, lognormal, over epochs")
     parser.add_argument("--export", type=float, default=0.0, help="seconds of a sync that hold up the trainer")
     parser.add_argument("--pause", type=float, default=0.0, help="and the engines; a group takes 10")
+    parser.add_argument("--scatter", type=float, default=0.0, help="sigma of the lengths in a group of 8, lognormal")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

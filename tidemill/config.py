@@ -182,6 +182,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
 def without_effect(config: RunConfig) -> Iterator[ConfigError]:
     """Settings that nothing would look at beside the others."""
     yield from effects.loose_threshold(config.asynchrony)
+    yield from effects.masked_tokens(config.asynchrony)
     yield from effects.full_snapshots(config.sync)
     yield from effects.scored_prompts(config.data, config.evaluation)
     yield from effects.weights(config.rewards)
@@ -230,11 +231,11 @@ def staleness(config: RunConfig) -> Iterator[ConfigError]:
             "0 or null with asynchrony.max_staleness = 0, which lets no group wait for the next version",
             "Raise asynchrony.max_staleness, or leave the threshold out.",
         )
-    if config.synchronous and a.staleness_strategy == "drop":
+    if config.synchronous and a.staleness_strategy in ("drop", "mask"):
         yield ConfigError(
             "asynchrony.staleness_strategy",
             a.staleness_strategy,
-            f"pace or wait with {no_lead(config)}: nothing runs ahead that could be dropped",
+            f"pace or wait with {no_lead(config)}: nothing runs ahead that could become too old",
             f"{more_lead(config)}, or pace.",
         )
 

@@ -126,6 +126,15 @@ def loose_threshold(asynchrony: AsynchronyConfig) -> Iterator[ConfigError]:
         )
 
 
+def masked_tokens(asynchrony: AsynchronyConfig) -> Iterator[ConfigError]:
+    """Tokens that are left out of responses of which none is too old in part."""
+    finishes = asynchrony.partial_rollout is False or asynchrony.pause_mode == "wait"
+    if finishes and asynchrony.staleness_strategy == "mask":
+        allowed = "pace, drop or wait where a response finishes under the version that began it"
+        fix = "Set asynchrony.partial_rollout to true, so that it goes on under the next version, or leave this out."
+        yield ConfigError("asynchrony.staleness_strategy", "mask", allowed, fix)
+
+
 def on_pods(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
     """Settings that pods would not have, or that others would read."""
     variables = kubernetes.runtime_env.get("env_vars")

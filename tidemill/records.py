@@ -10,7 +10,7 @@ Worked example: the prompt "Compute 3 + 4." is dispatched as occurrence 17; its 
         ),
     )
 
-The second rollout met a weight update after its first token. `group.oldest_version` is 4.
+The second rollout met a weight update after its first token. `group.age(5)` is 1, that of its oldest tokens.
 
 Arrays are numpy (int32 ids, float32 log-probs); on the wire a group is one safetensors blob, which cannot carry code.
 """
@@ -18,6 +18,7 @@ Arrays are numpy (int32 ids, float32 log-probs); on the wire a group is one safe
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -119,13 +120,30 @@ class Rollout:
         """`[R]` int32, the policy version that sampled each token."""
         return concatenate([np.full(span.end - span.start, span.version) for span in self.versions], np.int32)
 
+    @property
+    def trained_by_version(self) -> Counter[int]:
+        """How many tokens the loss counts, by the policy version that sampled them."""
+        counts: Counter[int] = Counter()
+        for span in self.versions:
+            counts[span.version] += int(np.count_nonzero(self.loss_mask[span.start : span.end]))
+        return +counts
+
 
 @dataclass(frozen=True, slots=True)
 class GroupHeader:
-    """What the queue knows of a group without opening it."""
+    """What the queue knows of a group without opening it.
+
+    Attributes:
+        uid: of the occurrence.
+        oldest_version: of any token; what is oldest is trained first.
+        usable_version: the group is of use until this version is too old, see `StalenessPolicy.usable_version`.
+        tokens: of the prompt and all responses.
+        nbytes: of the encoded group.
+    """
 
     uid: int
     oldest_version: int
+    usable_version: int
     tokens: int
     nbytes: int
 
@@ -144,13 +162,22 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version of any token; staleness is counted from it."""
+        """The oldest policy version of any token."""
         return min(span.version for rollout in self.rollouts for span in rollout.versions)
 
     @property
     def newest_version(self) -> int:
         """The newest policy version of any token."""
         return max(span.version for rollout in self.rollouts for span in rollout.versions)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Response tokens that the loss counts."""
+        return sum(rollout.trained_by_version.total() for rollout in self.rollouts)
+
+    def age(self, version: int) -> int:
+        """Versions between `version` and the oldest token that the loss counts; 0 if it counts none."""
+        return max((version - v for rollout in self.rollouts for v in rollout.trained_by_version), default=0)
 
     @property
     def rewards(self) -> Float32Array:
@@ -162,10 +189,10 @@ class Group:
         """Sum of the response lengths."""
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
-    def header(self, nbytes: int) -> GroupHeader:
+    def header(self, nbytes: int, usable_version: int) -> GroupHeader:
         """The queue's view of this group, whose encoded size is `nbytes`."""
         tokens = len(self.prompt.token_ids) + self.response_tokens
-        return GroupHeader(self.uid, self.oldest_version, tokens, nbytes)
+        return GroupHeader(self.uid, self.oldest_version, usable_version, tokens, nbytes)
 
     def to_bytes(self) -> bytes:
         """Encode as one safetensors blob: four arrays and a JSON header."""

@@ -145,9 +145,10 @@ class AsynchronyConfig(Section):
     """Also bound the groups between two weight syncs to `(1 + threshold)` times those that are trained, rounded down
     (verl). One that adds no whole group is the same as 0: nothing runs ahead; above `max_staleness` only `drop` makes
     use of one."""
-    staleness_strategy: Literal["pace", "drop", "wait"] = "pace"
+    staleness_strategy: Literal["pace", "drop", "wait", "mask"] = "pace"
     """What keeps the bound: pace starts only what can be trained in time and cancels the few that are overtaken, drop
-    starts what engines and queue hold and replaces what became too old, wait lets the trainer wait for the oldest."""
+    starts what engines and queue hold and replaces what became too old, wait lets the trainer wait for the oldest,
+    mask starts like pace and leaves the tokens that became too old out of the loss instead of cancelling."""
     trigger_parameter_sync_step: Positive = 1
     """Steps of the trainer between two weight syncs."""
     require_batches: Positive = 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,13 +13,16 @@ from simulation.world import Taken, World
 from tidemill.config import RunConfig
 from tidemill.protocols import Sampling
 from tidemill.queue.message_queue import MessageQueue
-from tidemill.records import Completion, Int32Array, Prompt, VersionSpan
+from tidemill.records import Completion, Group, Int32Array, Prompt, VersionSpan
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rollouter import Rollouter
+from tidemill.rollout.staleness import Strategy
+from tidemill.train.masking import mask_stale
 
 TOKENS_PER_S = 4.0
 PATIENCE_S = 1e6  # virtual
+GROUP_SIZE = 8  # where lengths differ within a group
 
 
 class SlotEngine:
@@ -27,11 +32,22 @@ class SlotEngine:
         self.world = world
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        version, uid = self.world.version, int(request_id.partition(".")[0])
-        await self.world.generate(uid)
-        count = max(1, round(self.world.seconds[uid] * TOKENS_PER_S))
+        uid = int(request_id.partition(".")[0])
+        start, end = await self.world.generate(uid)
+        lengths = np.random.default_rng((self.world.scenario.seed, uid)).lognormal(
+            0.0, self.world.scenario.scatter, sampling.n
+        )
+        return [self.completion(start, start + part * (end - start)) for part in lengths / lengths.max()]
+
+    def completion(self, start: float, end: float) -> Completion:
+        """What was sampled between two times, each token at the version of its moment."""
+        count = max(1, round((end - start) * TOKENS_PER_S))
+        first = bisect_right(self.world.began, start) - 1
+        later = self.world.began[first + 1 : bisect_left(self.world.began, end)]
+        cuts = [0, *(min(count, round((began - start) * TOKENS_PER_S)) for began in later), count]
+        spans = (VersionSpan(first + n, *cut) for n, cut in enumerate(itertools.pairwise(cuts)))
         tokens, log_probs = np.zeros(count, np.int32), np.zeros(count, np.float32)
-        return [Completion(tokens, log_probs, (VersionSpan(version, 0, count),), "stop") for _ in range(sampling.n)]
+        return Completion(tokens, log_probs, tuple(span for span in spans if span.start < span.end), "stop")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """A cancelled generation has left its slot already."""
@@ -54,22 +70,26 @@ class NoReward:
 
 
 class Ours:
-    """The real rollout side and the real queue, at a `max_staleness`.
+    """The real rollout side and the real queue, at a `max_staleness`, and what the real trainer leaves out of the loss.
 
     Without `memory` it is given data in which no prompt comes twice; the generation times are the same.
     """
 
-    def __init__(self, world: World, max_staleness: int, memory: bool) -> None:
+    def __init__(self, world: World, max_staleness: int, memory: bool, strategy: Strategy = "pace") -> None:
         scenario = world.scenario
-        self.world = world
+        self.world, self.max_staleness, self.strategy = world, max_staleness, strategy
         config = RunConfig.model_validate(
             {
                 "name": "pacing",
                 "model": "none",
                 "data": {"train": "none.jsonl", "shuffle": memory and scenario.epochs > 1},
                 "rewards": [{"function": "exact_number"}],
-                "rollout": {"group_size": 2, "group_timeout_s": PATIENCE_S},
-                "asynchrony": {"max_staleness": max_staleness, "trigger_parameter_sync_step": scenario.trigger},
+                "rollout": {"group_size": GROUP_SIZE if scenario.scatter else 2, "group_timeout_s": PATIENCE_S},
+                "asynchrony": {
+                    "max_staleness": max_staleness,
+                    "staleness_strategy": strategy,
+                    "trigger_parameter_sync_step": scenario.trigger,
+                },
                 "trainer": {
                     "steps": (scenario.versions + max_staleness + 2) * scenario.trigger,
                     "ppo_mini_batch_size": scenario.batch,
@@ -101,7 +121,14 @@ class Ours:
             await self.rollouter.reissue(lease.swept, "stale")
             if lease.deliveries:
                 self.lease_id = lease.lease_id
-                return [Taken(d.header.uid, d.header.oldest_version) for d in lease.deliveries]
+                return [self.taken(Group.from_bytes(delivery.payload)) for delivery in lease.deliveries]
+
+    def taken(self, group: Group) -> Taken:
+        """As the trainer takes it."""
+        version = self.world.version
+        if self.strategy == "mask":
+            group = mask_stale(group, version, self.max_staleness)
+        return Taken(group.uid, version - group.age(version), group.trained_tokens / group.response_tokens)
 
     async def trained(self, batch: Sequence[Taken]) -> None:
         await self.queue.acknowledge(self.lease_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +35,8 @@ class Scenario:
         noise: deviation of the logarithm of a prompt's generation time from one epoch to another.
         export_s: in which the trainer stands still at a sync.
         pause_s: in which, after that, the engines do.
-        seed: of the generation times, and of the order of the data.
+        scatter: deviation of the logarithm of the response lengths within a group, whose longest takes its time.
+        seed: of the generation times, of the lengths within groups, and of the order of the data.
     """
 
     tail: str
@@ -49,6 +50,7 @@ class Scenario:
     noise: float
     export_s: float
     pause_s: float
+    scatter: float
     seed: int
 
     @property
@@ -111,16 +113,23 @@ class World:
     version: int = 0
     paused_until: float = 0.0
     stood_s: float = 0.0
+    began: list[float] = field(default_factory=lambda: [0.0])
     busy: int = 0
     since: float = 0.0
     busy_s: float = 0.0
     wasted_s: float = 0.0
+    taken_s: float = 0.0
+    masked_s: float = 0.0
     waited_s: float = 0.0
     reset_at: float = 0.0
     ages: list[int] = field(default_factory=list)
 
-    async def generate(self, uid: int) -> None:
-        """Occupy a slot for the time of this occurrence; a generation that is cancelled was in vain."""
+    async def generate(self, uid: int) -> tuple[float, float]:
+        """Occupy a slot for the time of this occurrence; a generation that is cancelled was in vain.
+
+        Returns:
+            When it began and ended, in the engines' time.
+        """
         start = self.engine_time()
         self.occupy(1)
         try:
@@ -131,9 +140,11 @@ class World:
             raise
         finally:
             self.occupy(-1)
+        return start, start + self.seconds[uid]
 
     def begin_version(self) -> None:
         """The engines stand still for the weights of one more version."""
+        self.began.append(self.engine_time())
         self.version += 1
         self.paused_until = now() + self.scenario.pause_s
         self.stood_s += self.scenario.pause_s
@@ -151,6 +162,12 @@ class World:
         self.since = time
         self.busy += change
 
+    def learn(self, batch: Sequence[Taken]) -> None:
+        """A batch is trained, as far as it is; the rest of its tokens were generated in vain."""
+        self.ages += [self.version - group.oldest_version for group in batch]
+        self.taken_s += sum(self.seconds[group.uid] for group in batch)
+        self.masked_s += sum((1 - group.share) * self.seconds[group.uid] for group in batch)
+
     def discard(self, uids: Iterable[int]) -> None:
         """Whole groups are thrown away."""
         self.wasted_s += sum(self.seconds[uid] for uid in uids)
@@ -158,14 +175,21 @@ class World:
     def reset(self) -> None:
         """Begin to measure."""
         self.occupy(0)
-        self.busy_s = self.wasted_s = self.waited_s = 0.0
+        self.busy_s = self.wasted_s = self.taken_s = self.masked_s = self.waited_s = 0.0
         self.reset_at = now()
         self.ages.clear()
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One group of a batch."""
+    """One group of a batch.
+
+    Attributes:
+        uid: of the occurrence.
+        oldest_version: of any token that is trained.
+        share: of its tokens that is trained.
+    """
 
     uid: int
     oldest_version: int
+    share: float = 1.0

@@ -6,6 +6,7 @@ Its time is virtual: neither the machine nor its load changes a result.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,8 +14,11 @@ import pacing
 import pytest
 from simulation.clock import VirtualLoop, now
 from simulation.limit import BINS, limit, most_useful
-from simulation.ours import Ours
-from simulation.world import Scenario, World
+from simulation.ours import Ours, SlotEngine
+from simulation.world import Scenario, Taken, World
+
+from tidemill.protocols import Sampling
+from tidemill.rollout.staleness import Strategy
 
 STEPS = 4  # of a version, where the largest lag is that of a maximum age of 1
 
@@ -30,13 +34,43 @@ def scenario(
     """Of 20 versions of four steps, or as many steps."""
     more = STEPS // sync_every
     sizes = {"batch": 32, "trigger": sync_every, "engines": 2, "versions": 20 * more}
-    return Scenario(
-        tail, longest * more, balance, **sizes, epochs=1, noise=0.0, export_s=export_s, pause_s=pause_s, seed=0
-    )
+    times = {"noise": 0.0, "export_s": export_s, "pause_s": pause_s, "scatter": 0.0}
+    return Scenario(tail, longest * more, balance, **sizes, epochs=1, **times, seed=0)
 
 
-def ours(what: Scenario, max_age: int) -> pacing.Outcome:
-    return pacing.run(what, 1, partial(Ours, max_staleness=max_age, memory=True), "")
+def ours(what: Scenario, max_age: int, strategy: Strategy = "pace") -> pacing.Outcome:
+    return pacing.run(what, 1, partial(Ours, max_staleness=max_age, memory=True, strategy=strategy), "")
+
+
+@pytest.mark.parametrize("tail", ["lognormal", "pareto"])
+@pytest.mark.parametrize("balance", list(pacing.BALANCES))
+def test_97_percent_of_the_bound_at_the_same_maximum_age(tail: str, balance: float) -> None:
+    """Generations of up to one and a half versions, which no rule keeps in time that does not know them."""
+    what = replace(scenario(balance=balance, tail=tail), versions=40)
+    outcome = ours(what, max_age=1, strategy="mask")
+    assert outcome.share >= 0.97
+    assert outcome.max_age <= 1
+
+
+def test_tokens_that_are_too_old_count_as_waste_and_not_as_trained() -> None:
+    """One slot, versions of 10 s: 4 s of a group of 15 s fall into a version that is too old when it is trained."""
+    world = World(replace(scenario(), engines=1, batch=1, trigger=1), np.array([15.0]))
+
+    async def one_group() -> None:
+        engine = SlotEngine(world)
+        await asyncio.sleep(6.0)
+        answer = asyncio.ensure_future(engine.generate("0.0", np.zeros(1, np.int32), Sampling(2, 64, 1.0)))
+        for _ in range(2):
+            await asyncio.sleep(4.0 if world.version == 0 else 10.0)
+            world.begin_version()
+        completions = await answer
+        assert [(s.version, s.end - s.start) for s in completions[0].versions] == [(0, 16), (1, 40), (2, 4)]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(one_group())
+    world.learn([Taken(0, 1, 44 / 60)])
+    assert (world.taken_s, world.masked_s) == (15.0, pytest.approx(4.0))
+    assert world.ages == [1]
 
 
 @pytest.mark.parametrize("tail", ["lognormal", "pareto"])

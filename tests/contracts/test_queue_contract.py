@@ -38,7 +38,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def delivery(uid: int, version: int = 0) -> Delivery[bytes]:
-    return Delivery(GroupHeader(uid, version, 10, 100), f"group {uid}".encode())
+    return Delivery(GroupHeader(uid, version, version, 10, 100), f"group {uid}".encode())
 
 
 def deliveries(*uids: int) -> list[Delivery[bytes]]:
@@ -63,7 +63,7 @@ async def test_a_lease_takes_the_first_arrivals_and_orders_them_by_uid(make: Mak
 async def test_payloads_come_out_as_they_were_put_however_they_are_mixed(make: Make, nbytes: int) -> None:
     queue = make(capacity=32)
     sent = {uid: bytes([uid]) * (nbytes * (uid % 3)) for uid in range(32)}
-    groups = [Delivery(GroupHeader(uid, 0, 1, len(payload)), payload) for uid, payload in sent.items()]
+    groups = [Delivery(GroupHeader(uid, 0, 0, 1, len(payload)), payload) for uid, payload in sent.items()]
     await asyncio.gather(*(queue.put(groups[n : n + 2], SOON) for n in range(0, 32, 2)))
     received: dict[int, bytes] = {}
     for count in (1, 15, 16):

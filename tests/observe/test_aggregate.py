@@ -16,8 +16,9 @@ from tidemill.records import Group, Prompt, Rollout, VersionSpan
 DOCS = Path(__file__).parents[2] / "docs/metrics.md"
 
 SUMS = """
-groups/count response/tokens staleness/groups_of_age/AGE staleness/stale_groups staleness/stale_rollouts
-staleness/partial_rollouts update/count update/tokens update/skipped sync/stored_bytes sync/full rollout/engines_joined
+groups/count response/tokens response/trained_tokens staleness/groups_of_age/AGE staleness/stale_groups
+staleness/stale_rollouts staleness/masked_tokens staleness/partial_rollouts update/count update/tokens update/skipped
+sync/stored_bytes sync/full rollout/engines_joined
 rollout/engines_removed rollout/generated_groups rollout/generated_tokens rollout/wasted_tokens rollout/updated_midway
 rollout/failed/REASON rollout/dropped/REASON rollout/skipped/REASON
 """
@@ -55,9 +56,9 @@ def random_group(random: np.random.Generator) -> Group:
     for _ in range(4):
         length, reward = int(random.integers(1, 9)), float(random.integers(0, 3))
         versions = (VersionSpan(int(random.integers(0, 4)), 0, length),)
-        ids, values = np.zeros(length, np.int32), np.zeros(length, np.float32)
-        parts = {"exact": reward}
-        rollouts.append(Rollout(ids, values, values, versions, "length", "", reward, parts, float(length)))
+        ids, values, mask = np.zeros(length, np.int32), np.zeros(length, np.float32), random.integers(0, 2, length)
+        mask, parts = mask.astype(np.float32), {"exact": reward}
+        rollouts.append(Rollout(ids, values, mask, versions, "length", "", reward, parts, float(length)))
     return Group(Prompt(0, 0, np.zeros(int(random.integers(1, 9)), np.int32), ""), tuple(rollouts))
 
 
@@ -146,7 +147,7 @@ def test_every_metric_becomes_what_its_meaning_says() -> None:
         "mean by update/count": {"loss/policy", "loss/grad_norm"},
         "mean by groups/count": set(OF_GROUPS.split()),
         "deviation by groups/count": {"reward/std", "advantage/std"},
-        "mean by response/tokens": {"staleness/token_mean"},
+        "mean by response/trained_tokens": {"staleness/token_mean"},
         "mean by update/tokens": set(OF_TOKENS.split()),
         "mean by rollout/generated_groups": set(OF_GENERATED.split()),
         "mean by time/step": {"idle/trainer", "idle/rollouter", "throughput/tokens_per_second"},

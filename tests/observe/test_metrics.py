@@ -72,6 +72,18 @@ def test_ages_are_a_histogram_and_stale_and_partial_rollouts_are_counted() -> No
     assert (metrics["staleness/partial_rollouts"], metrics["staleness/partial_span_max"]) == (2, 2)
 
 
+def test_what_the_loss_does_not_count_has_no_age() -> None:
+    partial = rollout(0.0, ((3, 3), (5, 1)))
+    masked = replace(partial, loss_mask=np.array([0, 0, 0, 1], np.float32))
+    old = replace(rollout(0.0, ((4, 2),)), loss_mask=np.zeros(2, np.float32))
+    fresh = group(1, masked, old, rollout(1.0, ((4, 1), (5, 2))))
+    metrics = group_metrics([fresh], 5, advantages(fresh))
+    assert (metrics["staleness/max"], metrics["staleness/stale_rollouts"]) == (1, 1)
+    assert metrics["staleness/token_mean"] == 1 / 4
+    assert (metrics["response/tokens"], metrics["response/trained_tokens"]) == (9, 4)
+    assert (metrics["staleness/partial_rollouts"], metrics["staleness/partial_span_max"]) == (2, 2)
+
+
 def test_extremes_and_means_of_every_kind_by_hand() -> None:
     one = group(3, rollout(-1.0, ((5, 2),)), replace(rollout(2.0, ((5, 6),)), seconds=5.0))
     two = group(7, rollout(2.0, ((5, 3),)), replace(rollout(4.0, ((5, 1),)), seconds=3.0))

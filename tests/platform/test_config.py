@@ -117,6 +117,7 @@ def test_bad_value_is_refused_with_key_value_and_bounds(override: str, allowed: 
         ("trainer.steps", ["rollout.total_rollout_steps=80"]),
         ("asynchrony.staleness_threshold", ["asynchrony.max_staleness=0", "asynchrony.staleness_threshold=0.5"]),
         ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=drop"]),
+        ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=mask"]),
         ("asynchrony.partial_rollout", ["asynchrony.max_staleness=0", "asynchrony.partial_rollout=true"]),
         ("asynchrony.partial_rollout", ["asynchrony.staleness_threshold=0", "asynchrony.partial_rollout=true"]),
         ("asynchrony.partial_rollout", ["asynchrony.staleness_threshold=0.06", "asynchrony.partial_rollout=true"]),

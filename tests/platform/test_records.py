@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,13 +78,24 @@ def test_group_survives_its_encoding(members: list[Rollout], extra: dict[str, ob
 
 
 def test_header_says_what_the_queue_needs() -> None:
-    header = group(rollout(2), rollout(3)).header(nbytes=99)
-    assert (header.uid, header.oldest_version, header.tokens, header.nbytes) == (17, 4, 8, 99)
+    header = group(rollout(2), rollout(3)).header(nbytes=99, usable_version=6)
+    assert (header.uid, header.oldest_version, header.usable_version) == (17, 4, 6)
+    assert (header.tokens, header.nbytes) == (8, 99)
 
 
 def test_oldest_and_newest_version_are_those_of_any_token() -> None:
     mixed = rollout(3, (VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)))
     assert (group(rollout(2), mixed).oldest_version, group(rollout(2), mixed).newest_version) == (3, 5)
+
+
+def test_age_is_that_of_the_oldest_token_that_the_loss_counts() -> None:
+    mixed = rollout(4, (VersionSpan(3, 0, 1), VersionSpan(5, 1, 3), VersionSpan(6, 3, 4)))
+    assert group(mixed).age(7) == 4
+    partly = replace(mixed, loss_mask=np.array([0, 0, 1, 1], np.float32))
+    assert (group(partly).age(7), group(partly).trained_tokens) == (2, 2)
+    assert dict(partly.trained_by_version) == {5: 1, 6: 1}
+    nothing = replace(mixed, loss_mask=np.zeros(4, np.float32))
+    assert (group(nothing).age(7), group(nothing).trained_tokens) == (0, 0)
 
 
 def test_rewards_are_one_float32_per_rollout() -> None:

@@ -26,7 +26,7 @@ def local_ray() -> Iterator[None]:
 
 
 def group(uid: int, nbytes: int) -> Delivery[bytes]:
-    return Delivery(GroupHeader(uid, 0, 1, nbytes), bytes([uid]) * nbytes)
+    return Delivery(GroupHeader(uid, 0, 0, 1, nbytes), bytes([uid]) * nbytes)
 
 
 async def test_groups_that_are_put_at_once_pass_the_queue_as_one_unopened_object() -> None:

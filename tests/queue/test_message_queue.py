@@ -44,7 +44,7 @@ class Account:
     async def put(self, count: int) -> None:
         uids = range(len(self.offered), len(self.offered) + count)
         self.offered += uids
-        groups = [Delivery(GroupHeader(uid, self.version, 1, 1), uid) for uid in uids]
+        groups = [Delivery(GroupHeader(uid, self.version, self.version, 1, 1), uid) for uid in uids]
         self.gone += await self.queue.put(groups, 60)
         self.stored += uids
 
@@ -53,7 +53,7 @@ class Account:
         for count in counts:
             uids = range(len(self.offered), len(self.offered) + count)
             self.offered += uids
-            batches.append([Delivery(GroupHeader(uid, self.version, 1, 1), uid) for uid in uids])
+            batches.append([Delivery(GroupHeader(uid, self.version, self.version, 1, 1), uid) for uid in uids])
         crowded = bool(self.queue.producers)
         answers = await self.queue.offer(batches)
         assert not crowded or answers == [None] * len(counts)  # no producer that waits is overtaken
@@ -128,7 +128,7 @@ def test_without_waiting_the_queue_is_a_plain_list(steps: list[tuple[bool, int]]
         uid = 0
         for is_put, count in steps:
             if is_put and len(model) + count <= 6:
-                await queue.put([Delivery(GroupHeader(uid + i, 0, 1, 1), uid + i) for i in range(count)], 1)
+                await queue.put([Delivery(GroupHeader(uid + i, 0, 0, 1, 1), uid + i) for i in range(count)], 1)
                 model, uid = model + list(range(uid, uid + count)), uid + count
             elif not is_put and len(model) >= count:
                 lease = await queue.lease(count, 0, 1)
@@ -146,7 +146,7 @@ def test_nothing_is_swept_that_some_order_trains_in_time(versions: list[int], ba
 
     async def run() -> None:
         queue: MessageQueue[int] = MessageQueue(len(versions) + batch, bound)
-        await queue.put([Delivery(GroupHeader(uid, v, 1, 1), uid) for uid, v in enumerate(versions)], 1)
+        await queue.put([Delivery(GroupHeader(uid, v, v, 1, 1), uid) for uid, v in enumerate(versions)], 1)
         await queue.close()
         for now in range(newest, newest + math.ceil(len(versions) / batch)):
             assert (await queue.lease(batch, now, 1)).swept == ()
@@ -158,7 +158,7 @@ async def test_a_cancellation_in_the_moment_of_waking_takes_nothing() -> None:
     queue: MessageQueue[int] = MessageQueue(2, 0)
     waiting = asyncio.create_task(queue.lease(1, 0, 60))
     await asyncio.sleep(0)
-    await queue.put([Delivery(GroupHeader(0, 0, 1, 1), 0)], 1)  # the consumer is woken, but did not run yet
+    await queue.put([Delivery(GroupHeader(0, 0, 0, 1, 1), 0)], 1)  # the consumer is woken, but did not run yet
     waiting.cancel()
     assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
     assert (await queue.stats())["depth"] == 1
@@ -169,7 +169,7 @@ async def test_a_cancelled_consumer_passes_its_turn_on() -> None:
     queue: MessageQueue[int] = MessageQueue(2, 0)
     first, second = [asyncio.create_task(queue.lease(1, 0, 60)) for _ in range(2)]
     await asyncio.sleep(0)
-    await queue.put([Delivery(GroupHeader(0, 0, 1, 1), 0)], 1)
+    await queue.put([Delivery(GroupHeader(0, 0, 0, 1, 1), 0)], 1)
     first.cancel()
     assert (await asyncio.wait_for(second, 60)).deliveries[0].payload == 0
 

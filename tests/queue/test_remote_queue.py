@@ -64,7 +64,7 @@ async def start(capacity: int, when_full: Literal["block", "drop_oldest"] = "blo
 
 
 def group(uid: int) -> Delivery[bytes]:
-    return Delivery(GroupHeader(uid, 0, 1, 1), b"%d" % uid)
+    return Delivery(GroupHeader(uid, 0, 0, 1, 1), b"%d" % uid)
 
 
 def uids(groups: Any) -> list[int]:

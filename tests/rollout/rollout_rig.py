@@ -18,8 +18,8 @@ from tidemill.records import Group, Int32Array, Prompt
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rollouter import Rollouter
-from tidemill.rollout.staleness import too_old
 from tidemill.sections import DataConfig
+from tidemill.train.masking import mask_stale
 
 
 class CharTokenizer:
@@ -129,9 +129,12 @@ class Rig:
         groups = [Group.from_bytes(delivery.payload) for delivery in lease.deliveries]
         await self.queue.acknowledge(lease.lease_id)
         await self.rollouter.mark_trained([group.uid for group in groups])
+        bound = self.config.asynchrony.max_staleness
+        if self.config.asynchrony.staleness_strategy == "mask":  # as the trainer does
+            groups = [mask_stale(group, self.version, bound) for group in groups]
         self.trained += groups
-        self.ages += [self.version - group.oldest_version for group in groups]
-        assert not any(too_old(g.oldest_version, self.version, self.config.asynchrony.max_staleness) for g in groups)
+        self.ages += [group.age(self.version) for group in groups]
+        assert max(self.ages) <= bound
         self.version += 1
         for engine in self.engines:
             await engine.update_weights(WeightUpdate(self.version, "", 0), self.config.pause_mode)

@@ -41,7 +41,7 @@ class Run(RuleBasedStateMachine):
         per_step=st.integers(1, 3),
         trigger=st.integers(1, 3),
         concurrent=st.integers(2, 9),
-        strategy=st.sampled_from(["pace", "drop", "wait"]),
+        strategy=st.sampled_from(["pace", "drop", "wait", "mask"]),
         threshold=st.sampled_from([None, 0.0, 0.5]),
         versions=st.integers(1, 6),
         rows=st.integers(1, 9),
@@ -105,16 +105,17 @@ class Run(RuleBasedStateMachine):
         if self.policy.strategy == "wait" and not self.policy.keeps_all_in_time(place, others):
             return
         oldest = data.draw(st.integers(started, self.version))  # its first token may come later than its start
+        usable = self.policy.usable_version(oldest, data.draw(st.integers(oldest, self.version)))
         self.now += data.draw(st.sampled_from([0.0, 1.0]))
         self.deferral.finished(uid, self.now - data.draw(st.sampled_from([1.0, 9.0])), self.now)
         try:
-            at_once(self.queue.put([Delivery(GroupHeader(uid, oldest, 1, 1), None)], NOW))
+            at_once(self.queue.put([Delivery(GroupHeader(uid, oldest, usable, 1, 1), None)], NOW))
         except TimeoutError:
             assert len(self.queue.queued) == self.queue.capacity
             return
         self.ledger.queued(uid)
         del self.flights[uid]
-        self.queued[uid] = oldest
+        self.queued[uid] = usable
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data(), reason=st.sampled_from(["timeout", "engine_error"]))
@@ -137,7 +138,9 @@ class Run(RuleBasedStateMachine):
         if not lease.deliveries:
             return
         uids = [delivery.header.uid for delivery in lease.deliveries]
-        assert all(self.version - delivery.header.oldest_version <= self.eta for delivery in lease.deliveries)
+        assert all(self.version - delivery.header.usable_version <= self.eta for delivery in lease.deliveries)
+        if self.policy.strategy != "mask":
+            assert all(self.version - delivery.header.oldest_version <= self.eta for delivery in lease.deliveries)
         at_once(self.queue.acknowledge(lease.lease_id))
         self.ledger.trained(uids)
         self.deferral.trained(uids)
@@ -162,8 +165,8 @@ class Run(RuleBasedStateMachine):
         self.admission.begin_version(self.version + 1, self.now)
         self.since_sync = 0
         for uid, started in list(self.flights.items()):
-            if self.admission.too_old(started):
-                assert self.policy.strategy != "wait"
+            if self.admission.overtaken(started):
+                assert self.policy.strategy not in ("wait", "mask")
                 self.ledger.dropped(uid, "stale")
                 del self.flights[uid]
 
@@ -208,9 +211,11 @@ class Run(RuleBasedStateMachine):
             self.admit()
             for uid in sorted(self.flights, key=lambda uid: self.flights[uid]):
                 if len(self.queue.queued) < self.queue.capacity:
-                    at_once(self.queue.put([Delivery(GroupHeader(uid, self.flights[uid], 1, 1), None)], NOW))
+                    oldest = self.flights.pop(uid)
+                    usable = self.policy.usable_version(oldest, self.version)
+                    at_once(self.queue.put([Delivery(GroupHeader(uid, oldest, usable, 1, 1), None)], NOW))
                     self.ledger.queued(uid)
-                    self.queued[uid] = self.flights.pop(uid)
+                    self.queued[uid] = usable
                     self.deferral.finished(uid, self.now - 1.0, self.now)
             self.train()
             if self.admission.complete():

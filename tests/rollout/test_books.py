@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from rollout_rig import BROKEN, LengthReward, Rig, run_config
 
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling
-from tidemill.records import Completion, Group, Int32Array, Prompt, VersionSpan
+from tidemill.records import Completion, Int32Array
 from tidemill.rollout import flights
-from tidemill.rollout.books import Books
-from tidemill.rollout.ledger import Ledger
-from tidemill.rollout.producer import make_group
 
 pytestmark = pytest.mark.own_time
 
@@ -44,17 +40,6 @@ async def test_what_failures_cost_is_counted_as_waste(monkeypatch: pytest.Monkey
     sampled = (await rig.engines[0].stats())["generated_tokens"]
     trained = sum(group.response_tokens for group in rig.trained)
     assert (await rig.rollouter.stats())["wasted_tokens"] == sampled - trained > 2 * 2 * 4 + 2 * 4
-
-
-def test_a_queued_group_is_as_old_as_its_oldest_token() -> None:
-    ledger, queued, zeros = Ledger(None), dict[int, int](), np.zeros(2, np.float32)
-    books = Books(run_config(), ledger, queued)
-    spans = VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)
-    completion = Completion(np.zeros(2, np.int32), zeros, spans, "stop")
-    group: Group = make_group(Prompt(0, 0, np.zeros(1, np.int32), ""), [completion], ["a"], [(1.0, {})], 0.0)
-    ledger.dispatched(0)
-    books.queued(0, group)
-    assert queued == {0: 3}
 
 
 @pytest.mark.parametrize(("bound", "seeded"), [(0, True), (1, False)])

@@ -1,4 +1,4 @@
-"""What keeps the staleness bound: pace, drop or wait."""
+"""What keeps the staleness bound: pace, drop, wait or mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidemill.rollout.staleness import StalenessPolicy
 
 pytestmark = pytest.mark.own_time
 
-STRATEGIES = ["pace", "drop", "wait"]
+STRATEGIES = ["pace", "drop", "wait", "mask"]
 
 
 def heavy_tail(prompt_ids: Int32Array, version: int, sample: int) -> list[int]:
@@ -53,7 +53,9 @@ async def test_every_token_that_was_sampled_is_trained_or_counted_as_waste(
     sampled = sum([(await engine.stats())["generated_tokens"] for engine in rig.engines])
     wasted = (await rig.rollouter.stats()).get("wasted_tokens", 0)
     assert sampled == sum(group.response_tokens for group in rig.trained) + wasted
-    assert (wasted == 0) == (strategy == "wait")
+    assert (wasted == 0) == (strategy in ("wait", "mask"))
+    masked = sum(group.response_tokens - group.trained_tokens for group in rig.trained)
+    assert (masked > 0) == (strategy == "mask")
 
 
 async def test_wait_drops_nothing_where_pace_drops_what_was_overtaken() -> None:
@@ -63,6 +65,30 @@ async def test_wait_drops_nothing_where_pace_drops_what_was_overtaken() -> None:
     assert pace.ledger.counts()["dropped/stale"] > 0
     assert not [name for name in wait.ledger.counts() if name.startswith("dropped/")]
     assert sum(len(engine.requests) for engine in wait.engines) == 48
+
+
+async def test_mask_drops_nothing_that_has_a_young_token_and_trains_none_that_is_too_old() -> None:
+    rig = heavy_rig("mask")
+    await rig.run()
+    assert not [name for name in rig.ledger.counts() if name.startswith("dropped/")]
+    assert sum(len(engine.requests) for engine in rig.engines) == 48  # each once
+    long = [group for group in rig.trained if group.newest_version - group.oldest_version > 1]
+    assert long
+    assert all(0 < group.trained_tokens < group.response_tokens for group in long)
+
+
+async def test_mask_drops_a_group_without_any_young_token() -> None:
+    """All of what is queued was sampled at version 0, and is asked for at version 2."""
+    rig = heavy_rig("mask")
+    run = asyncio.create_task(rig.rollouter.run())
+    async with asyncio.timeout(5):
+        while len(rig.queue.queued) < 2:
+            await asyncio.sleep(0.005)
+    lease = await rig.queue.lease(1, 2, 5)
+    assert len(lease.swept) >= 2
+    assert not lease.deliveries
+    await rig.rollouter.stop()
+    await run
 
 
 async def test_wait_hands_on_what_overtook_as_long_as_all_stay_in_time() -> None:
@@ -102,6 +128,12 @@ async def test_drop_runs_ahead_of_the_pace_and_replaces_exactly_what_it_dropped(
     requested = Counter(int(name.partition(".")[0]) for engine in rig.engines for name, _ in engine.requests)
     assert sorted(requested) == rig.uids == list(range(48))  # nobody else in place of the dropped
     assert counts["issued"] == 48 + dropped >= requested.total()  # some are dropped on their way to the engine
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_group_is_of_use_as_long_as_its_oldest_token_or_under_mask_its_newest(strategy: Any) -> None:
+    policy = StalenessPolicy(1, 4, 100, strategy=strategy)
+    assert policy.usable_version(oldest=3, newest=5) == (5 if strategy == "mask" else 3)
 
 
 def test_drop_admits_what_engines_hold_whatever_its_age_will_be() -> None:

@@ -263,13 +263,13 @@ async def test_the_steps_of_a_run_can_be_taken_together() -> None:
         aggregator.add(metrics)
     run = aggregator.result()
     assert run["groups/count"] == trainer.position.groups
-    assert run["response/tokens"] == trainer.position.response_tokens
+    assert run["response/trained_tokens"] == trainer.position.response_tokens
     assert run["staleness/max"] == trainer.position.max_age
     waiting = sum(metrics["time/get_groups"] for metrics in trainer.observer.steps)
     assert run["idle/trainer"] == pytest.approx(waiting / run["time/step"])
     for metrics in trainer.observer.steps:
-        assert metrics["throughput/tokens_per_second"] == metrics["response/tokens"] / metrics["time/step"]
-    assert run["throughput/tokens_per_second"] == pytest.approx(run["response/tokens"] / run["time/step"])
+        assert metrics["throughput/tokens_per_second"] == metrics["response/trained_tokens"] / metrics["time/step"]
+    assert run["throughput/tokens_per_second"] == pytest.approx(run["response/trained_tokens"] / run["time/step"])
 
 
 async def test_a_step_counts_its_mini_batches_also_a_last_one_that_is_not_full() -> None:

@@ -37,7 +37,7 @@ class Rule:
 SUM, LAST, MAX, MIN = Rule("sum"), Rule("last"), Rule("max"), Rule("min")
 PER_UPDATE = Rule("mean", by="update/count")
 PER_GROUP = Rule("mean", by="groups/count")  # also of rollouts: all groups of a run are equally large
-PER_RESPONSE_TOKEN = Rule("mean", by="response/tokens")
+PER_COUNTED_TOKEN = Rule("mean", by="response/trained_tokens")
 PER_TRAINED_TOKEN = Rule("mean", by="update/tokens")
 PER_GENERATED_GROUP = Rule("mean", by="rollout/generated_groups")
 OVER_TIME = Rule("mean", by="time/step")
@@ -55,6 +55,7 @@ RULES: Mapping[str, Rule] = {
     "advantage/min": MIN,
     "advantage/max": MAX,
     "response/tokens": SUM,
+    "response/trained_tokens": SUM,
     "response/length_mean": PER_GROUP,
     "response/length_min": MIN,
     "response/length_max": MAX,
@@ -65,10 +66,11 @@ RULES: Mapping[str, Rule] = {
     "prompt/length_max": MAX,
     "staleness/mean": PER_GROUP,
     "staleness/max": MAX,
-    "staleness/token_mean": PER_RESPONSE_TOKEN,
+    "staleness/token_mean": PER_COUNTED_TOKEN,
     "staleness/groups_of_age/AGE": SUM,
     "staleness/stale_groups": SUM,
     "staleness/stale_rollouts": SUM,
+    "staleness/masked_tokens": SUM,
     "staleness/partial_rollouts": SUM,
     "staleness/partial_ratio": PER_GROUP,
     "staleness/partial_span_max": MAX,

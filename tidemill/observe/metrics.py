@@ -5,6 +5,7 @@ A ratio or mean is always over the things themselves (rollouts, tokens, groups),
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -67,6 +68,7 @@ def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
     seconds = np.array([rollout.seconds for rollout in rollouts])
     return {
         "response/tokens": float(lengths.sum()),
+        "response/trained_tokens": float(sum(group.trained_tokens for group in groups)),
         "response/length_mean": float(lengths.mean()),
         "response/length_min": float(lengths.min()),
         "response/length_max": float(lengths.max()),
@@ -79,29 +81,32 @@ def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
 
 
 def staleness_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """Ages in versions. A group is as old as its oldest token: judging by the newest hides partial rollouts."""
-    ages = np.array([version - group.oldest_version for group in groups])
+    """Ages in versions, of the tokens that the loss counts, and how many versions sampled a rollout.
+
+    A group is as old as its oldest token: judging by the newest hides partial rollouts.
+    """
+    ages = np.array([group.age(version) for group in groups])
+    trained = [rollout.trained_by_version for rollout in rollouts]
     versions = [[span.version for span in rollout.versions] or [version] for rollout in rollouts]
     oldest, newest = np.array([min(v) for v in versions]), np.array([max(v) for v in versions])
     return {
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
-        "staleness/token_mean": token_age(rollouts, version),
+        "staleness/token_mean": token_age(trained, version),
         **{f"staleness/groups_of_age/{age}": float((ages == age).sum()) for age in range(int(ages.max()) + 1)},
         "staleness/stale_groups": float((ages > 0).sum()),
-        "staleness/stale_rollouts": float((oldest < version).sum()),
+        "staleness/stale_rollouts": float(sum(min(v, default=version) < version for v in trained)),
         "staleness/partial_rollouts": float((oldest < newest).sum()),
         "staleness/partial_ratio": float((oldest < newest).mean()),
         "staleness/partial_span_max": float((newest - oldest).max()),
     }
 
 
-def token_age(rollouts: Sequence[Rollout], version: int) -> float:
-    """Mean age over response tokens, 0 where there are none."""
-    spans = [span for rollout in rollouts for span in rollout.versions]
-    tokens = sum(span.end - span.start for span in spans)
-    ages = sum((version - span.version) * (span.end - span.start) for span in spans)
-    return ages / tokens if tokens else 0.0
+def token_age(trained: Sequence[Counter[int]], version: int) -> float:
+    """Mean age over the tokens that the loss counts, from how many each version sampled; 0 where there are none."""
+    together = sum(trained, Counter[int]())
+    tokens = together.total()
+    return sum((version - sampled) * count for sampled, count in together.items()) / tokens if tokens else 0.0
 
 
 def advantage_metrics(advantages: Sequence[Float32Array]) -> dict[str, float]:

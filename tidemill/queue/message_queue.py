@@ -106,7 +106,7 @@ class MessageQueue(Generic[Ref]):
         Of one version those go first that arrived first. A group that took long arrives behind younger ones; in order
         of arrival it would become too old while they are trained (earliest deadline first).
 
-        Groups with `version - oldest_version > max_staleness` leave the queue and are named in `swept`. A call that
+        Groups with `version - usable_version > max_staleness` leave the queue and are named in `swept`. A call that
         sweeps and cannot be filled returns at once, with no deliveries and the id `NO_LEASE`: the caller has the
         swept prompts issued again and calls anew. Otherwise the caller might wait for groups that only it can order.
 
@@ -213,7 +213,7 @@ class MessageQueue(Generic[Ref]):
 
     def stale(self, arrival: Arrival[Ref], version: int) -> bool:
         """Whether a group may no longer be trained at `version`."""
-        return version - arrival.delivery.header.oldest_version > self.max_staleness
+        return version - arrival.delivery.header.usable_version > self.max_staleness
 
     def drop_oldest(self, count: int) -> list[int]:
         """Make room for `count` groups; only the policy `drop_oldest` comes here without room."""

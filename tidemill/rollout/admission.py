@@ -26,7 +26,7 @@ class Admission:
     Attributes:
         policy: of the config.
         version: that the engines sample from.
-        queued: oldest version of every group in the queue or on its way into it, by uid.
+        queued: `usable_version` of every group in the queue or on its way into it, by uid.
     """
 
     def __init__(self, config: RunConfig, engines: int, ledger: Ledger, version: int, deferral: Deferral) -> None:
@@ -83,9 +83,13 @@ class Admission:
         waiting = (version for uid, version in self.queued.items() if uid not in under_way)
         return self._trained() + sum(not self.too_old(version) for version in waiting)
 
-    def too_old(self, oldest_version: int) -> bool:
-        """Whether a group may no longer be trained."""
-        return too_old(oldest_version, self.version, self.policy.max_staleness)
+    def too_old(self, version: int) -> bool:
+        """Whether what was sampled at this version may no longer be trained."""
+        return too_old(version, self.version, self.policy.max_staleness)
+
+    def overtaken(self, started: int) -> bool:
+        """Whether a group that started at this version and is being generated is to be cancelled."""
+        return self.policy.cancels and self.too_old(started)
 
     def complete(self) -> bool:
         """The steps of the run are trained."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from tidemill.config import RunConfig
-from tidemill.records import Completion, Group
+from tidemill.records import Completion
 from tidemill.rollout.activity import Tally
 from tidemill.rollout.failures import FlightFailure, Suspects
 from tidemill.rollout.flights import Flight, tokens_of
@@ -21,7 +21,7 @@ class Books:
     Args:
         config: of the run.
         ledger: new, or restored from a checkpoint.
-        queued: gets the oldest version of every group that is in the queue or on its way into it, by uid.
+        queued: gets the `usable_version` of every group that is in the queue or on its way into it, by uid.
     """
 
     def __init__(self, config: RunConfig, ledger: Ledger, queued: dict[int, int]) -> None:
@@ -41,10 +41,10 @@ class Books:
         self.suspects.generated()
         self._sampled[uid] = tokens_of(completions)
 
-    def queued(self, uid: int, group: Group) -> None:
+    def queued(self, uid: int, usable_version: int) -> None:
         """A group is on its way to the trainer."""
         self._ledger.queued(uid)
-        self._queued[uid] = group.oldest_version
+        self._queued[uid] = usable_version
 
     def trained(self, uids: Sequence[int]) -> None:
         """These occurrences are in the parameters now.

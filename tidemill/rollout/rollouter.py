@@ -188,9 +188,10 @@ class Rollouter:
     async def _put(self, flight: Flight, group: Group) -> None:
         """It counts as queued from the first attempt on: the trainer may be done with it before we hear of it."""
         payload = group.to_bytes()
-        delivery = Delivery(group.header(len(payload)), payload)
-        self._books.queued(flight.uid, group)
-        while not self._admission.too_old(group.oldest_version) and not self._stopping:
+        usable = self._admission.policy.usable_version(group.oldest_version, group.newest_version)
+        delivery = Delivery(group.header(len(payload), usable), payload)
+        self._books.queued(flight.uid, usable)
+        while not self._admission.too_old(usable) and not self._stopping:
             try:
                 dropped = await self.queue.put([delivery], PUT_TIMEOUT_S)
             except TimeoutError:
@@ -288,7 +289,7 @@ class Rollouter:
         self._admission.begin_version(version, self._clock())
         self._engines.forgive()
         for flight in list(self._flights.values()):
-            if flight.stage == "generating" and self._admission.too_old(flight.version):
+            if flight.stage == "generating" and self._admission.overtaken(flight.version):
                 if self.config.asynchrony.staleness_strategy == "drop":  # it may just have waited in the engine
                     self._abandon(flight, "stale")
                 else:

@@ -16,6 +16,8 @@ wait: groups are handed on in an order in which none can become too old, the tra
     be the next group to be handed on, the d-th of the run, and s_0 <= s_1 <= ... the versions at which the other
     groups under way have started. If they follow in this order, the k-th is trained at version floor((d + k) / B), so
     g may go when d + k < (s_k + eta + 1) * B for all k. The oldest group may always go (earliest deadline first).
+mask: like pace, but one that was overtaken goes on, and is trained as far as its tokens are not too old; the others are
+    context of which nothing is learned. Only a group without any young token is thrown away.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from typing import Literal
 
 from tidemill.config import RunConfig
 
-Strategy = Literal["pace", "drop", "wait"]
+Strategy = Literal["pace", "drop", "wait", "mask"]
 
 
-def too_old(oldest_version: int, version: int, max_staleness: int) -> bool:
-    """Whether a group whose oldest token is of `oldest_version` may no longer be trained at `version`."""
-    return version - oldest_version > max_staleness
+def too_old(sampled: int, version: int, max_staleness: int) -> bool:
+    """Whether what was sampled at version `sampled` may no longer be trained at `version`."""
+    return version - sampled > max_staleness
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,15 @@ class StalenessPolicy:
     def deadline(self, version: int) -> int:
         """Groups that can be trained before one that starts at `version` is too old."""
         return (self.max_staleness + version + 1) * self.groups_per_version
+
+    @property
+    def cancels(self) -> bool:
+        """Whether a group that may still sample young tokens is given up for its old ones."""
+        return self.strategy != "mask"
+
+    def usable_version(self, oldest: int, newest: int) -> int:
+        """The version that decides how long a group is of use, of the oldest and the newest of its tokens."""
+        return oldest if self.cancels else newest
 
     def keeps_all_in_time(self, delivered: int, others: Iterable[int]) -> bool:
         """Whether every other group can still be trained in time when one more is handed on now.

@@ -26,6 +26,7 @@ from tidemill.records import Float32Array, Group
 from tidemill.task_group import task_group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
+from tidemill.train.masking import mask_stale
 from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
 from tidemill.train.validation import Spares, Validation
@@ -156,7 +157,7 @@ class Trainer:
                 await self.after_step(timings)
             self.position.seconds += timings.seconds["step"]
             metrics |= timings.metrics() | self.syncs.take() | await self.surroundings()
-            metrics["throughput/tokens_per_second"] = metrics["response/tokens"] / timings.seconds["step"]
+            metrics["throughput/tokens_per_second"] = metrics["response/trained_tokens"] / timings.seconds["step"]
             metrics["idle/trainer"] = timings.seconds["get_groups"] / timings.seconds["step"]
             self.observer.step_finished(self.position, metrics)
             timings.intervals += self.syncs.take_intervals()
@@ -177,11 +178,13 @@ class Trainer:
             lease = await self.unless_stopped(self.get_groups())
         if lease is None or not lease.deliveries:
             return None
-        groups = [Group.from_bytes(delivery.payload) for delivery in lease.deliveries]
+        sampled = [Group.from_bytes(delivery.payload) for delivery in lease.deliveries]
+        groups = self.without_stale(sampled)
         self.check_age(groups)
         with timings.phase("advantages"):
             advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
         metrics = group_metrics(groups, self.position.version, advantages)
+        metrics["staleness/masked_tokens"] = float(trained_tokens(sampled) - trained_tokens(groups))
         metrics |= await self.learn(groups, advantages, timings)
         await self.queue.acknowledge(lease.lease_id)
         await self.generation.mark_trained([group.uid for group in groups])
@@ -252,11 +255,18 @@ class Trainer:
                 f"state of queue and rollouter: {state}"
             ) from error
 
+    def without_stale(self, groups: Sequence[Group]) -> list[Group]:
+        """With `staleness_strategy: mask`, tokens that are too old are left out of the loss; else none may be there."""
+        asynchrony = self.config.asynchrony
+        if asynchrony.staleness_strategy != "mask":
+            return list(groups)
+        return [mask_stale(group, self.position.version, asynchrony.max_staleness) for group in groups]
+
     def check_age(self, groups: Sequence[Group]) -> None:
         """The last guard of the staleness bound; the queue and the admission keep it from ever firing."""
         bound = self.config.asynchrony.max_staleness
         for group in groups:
-            age = self.position.version - group.oldest_version
+            age = group.age(self.position.version)
             if not 0 <= age <= bound:
                 raise RunError(
                     f"group {group.uid} has age {age} at version {self.position.version}, allowed is 0..{bound}"
@@ -279,8 +289,8 @@ class Trainer:
         position.step += 1
         position.unsynced += 1
         position.groups += len(groups)
-        position.response_tokens += sum(group.response_tokens for group in groups)
-        position.max_age = max([position.max_age, *(position.version - group.oldest_version for group in groups)])
+        position.response_tokens += trained_tokens(groups)
+        position.max_age = max([position.max_age, *(group.age(position.version) for group in groups)])
 
     async def sync_weights(self) -> None:
         """Publish what was learned since the last sync as the next version, which engines adopt beside the next step.
@@ -335,6 +345,11 @@ class Trainer:
         metrics |= {name if name.startswith("ledger/") else f"rollout/{name}": value for name, value in rollout.items()}
         metrics["idle/rollouter"] = metrics.pop("rollout/idle")
         return metrics
+
+
+def trained_tokens(groups: Sequence[Group]) -> int:
+    """Response tokens that the loss counts."""
+    return sum(group.trained_tokens for group in groups)
 
 
 def renamed(update: Mapping[str, float]) -> Metrics:
