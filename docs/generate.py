@@ -24,6 +24,7 @@ indexes a list (`rewards.0.timeout_s=5`). Unknown keys and impossible combinatio
 `tidemill run --resume NAME key.path=value ...` goes on with other settings: more `trainer.steps`, another learning
 rate, other engines. What its checkpoints depend on stays as it was, and a change is refused: `model`, `seed`, `data`,
 `rewards` (but for `timeout_s`), `algorithm`, `asynchrony`, and `trainer.ppo_mini_batch_size`. Those need a new run.
+Settings that are refused leave `config.yaml` as it was.
 
 This page is generated from `tidemill/sections.py` (`make golden`).
 """

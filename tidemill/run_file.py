@@ -66,8 +66,27 @@ NOISE = re.compile(r"^\w+ should (be|have) | after validation, not \d+$")
 """What pydantic says around what is allowed."""
 
 
+OTHER_BASES = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+"""Numbers that YAML 1.1 takes for octal or sexagesimal ones."""
+
+
 class Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML would take the last without a word."""
+    """Refuses what YAML would read without a word as something else than stands there: a key that stands twice in a
+    mapping, of which it would take the last, and numbers such as 010, its 8, and 1:30, its 90.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """One value."""
+        try:
+            value = super().construct_object(node, deep)
+        except ValueError as error:  # a date that does not exist, or a hexadecimal number without digits
+            problem = f"{node.value} is no value: {error}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
+        if isinstance(value, int | float) and OTHER_BASES.fullmatch(node.value):
+            meant = "write the number without a leading zero or a colon, or a text between quotes"
+            problem = f"YAML reads {node.value} as {value}: {meant}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return value
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """One mapping."""
@@ -137,7 +156,7 @@ def load_yaml(text: str) -> Any:
     """The value of a YAML text.
 
     Raises:
-        yaml.YAMLError: it is none, or a key stands twice.
+        yaml.YAMLError: it is none, or says something else than it seems to.
     """
     return yaml.load(text, Loader)
 

@@ -317,8 +317,8 @@ class HeadPod(Section):
 
     cpus: Cores = 4
     """Cores that are promised; idle ones of the node may be used beyond that."""
-    memory_gib: Positive = 16
-    """Memory; Ray's head is killed for lack of it below 4 GiB."""
+    memory_gib: Annotated[int, Field(ge=2)] = 16
+    """Memory. Ray's services and the driver take about 1 GiB in a small run, more with many pods: take 4 or more."""
 
 
 class TrainerPod(Section):

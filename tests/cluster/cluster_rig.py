@@ -69,7 +69,7 @@ class Bench:
     def config(self) -> RunConfig:
         """Its settings: one trainer rank and one engine, with a pretended GPU each."""
         small = {
-            "head": SMALL,
+            "head": SMALL | {"memory_gib": 2},
             "trainer": SMALL | {"shared_memory_gib": 1},
             "rollout": SMALL | {"shared_memory_gib": 1},
         }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
-from kuberay_rig import Killed, Rig, killed
+from kuberay_rig import Killed, Rig, killed, with_kubernetes
 
 from tidemill.errors import ClusterError, ConfigError, RunError, StoreError
-from tidemill.kuberay.cluster import PODS, RAY_JOBS
+from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS
 from tidemill.kuberay.kinds import OwnerReference
 from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL
 from tidemill.kuberay.owner import Owner
@@ -47,6 +48,33 @@ def test_a_killed_watcher_attaches_and_shows_every_step_once(rig: Rig) -> None:
     assert rig.cluster.made.count(rig.job()) == 1
     steps = [event.step for event in read_events(rig.config.folder / "events.jsonl") if event.kind == "step_finished"]
     assert steps == [1, 2]
+
+
+def test_the_engines_that_the_autoscaler_made_are_left_to_it(rig: Rig) -> None:
+    """kuberay#532: who writes `replicas` beside the autoscaler takes away the engines that it made."""
+    with_kubernetes(rig, max_engines=4)
+    first = rig.watcher().provision()
+    rig.starts()
+    scaled = {"replicas": 4, "scaleStrategy": {"workersToDelete": ["pod-7"]}}
+
+    def scale() -> None:
+        ray = rig.operator.cluster.objects[RAY_CLUSTERS, f"{rig.job()}-cluster"]
+        ray["spec"] = copy.deepcopy(rig.operator.job(rig.job())["spec"]["rayClusterSpec"])
+        ray["spec"]["workerGroupSpecs"][1] |= scaled
+
+    rig.clock.after(20, scale)
+    rig.clock.after(40, killed)
+    with pytest.raises(Killed):
+        rig.watcher().follow(first)
+    made = copy.deepcopy(rig.operator.job(rig.job())["spec"])
+    rig.owner = Owner("kfp-2", OwnerReference(name="flow-2", uid="uid-of-flow-2"))
+    rig.config = rig.config.model_copy(update={"rollout": rig.config.rollout.model_copy(update={"engines": 2})})
+    assert rig.watcher().provision() == first, "the next pipeline run goes on with it"
+    rig.clock.after(60, rig.succeeds)
+    rig.watcher().follow(first)
+    [ray] = rig.cluster.list(RAY_CLUSTERS)
+    assert {key: ray["spec"]["workerGroupSpecs"][1][key] for key in scaled} == scaled
+    assert rig.operator.job(rig.job())["spec"] == made
 
 
 def test_a_run_that_ended_while_nobody_watched_and_is_cleaned_up_has_its_summary(rig: Rig) -> None:

@@ -467,3 +467,15 @@ def test_resume_goes_on_under_the_same_name_with_the_same_settings(tmp_path: Pat
     assert "run addition-1:" in again.stdout and "gone.jsonl:1" in again.stdout
     assert again.stdout.count("  validate\n") == 1, "what an earlier attempt did is not told again"
     assert load_config(tmp_path / "runs/addition-1/config.yaml").seed == 7
+
+
+@pytest.mark.slow
+@pytest.mark.steps
+def test_settings_that_are_refused_leave_what_an_earlier_attempt_left(tmp_path: Path) -> None:
+    settings = begin(load_config(EXAMPLE, ["name=addition-1", f"output={tmp_path / 'runs'}"]))
+    before = settings.read_text()
+    settings.with_name("summary.json").write_text("{}")
+    done = run(tmp_path, "run", "--resume", "addition-1", "rewards.0.function=exact_numbr")
+    assert done.returncode == 1 and "validate failed" in done.stdout
+    assert settings.read_text() == before
+    assert settings.with_name("summary.json").exists()

@@ -67,6 +67,7 @@ def test_a_refusal_speaks_of_yaml_and_not_of_python(override: str, message: str)
         "kubernetes.gpu_resource=gpu",
         "kubernetes.gpu_type=NVIDIA H100 80GB HBM3",
         "kubernetes.head.cpus=1e9",
+        "kubernetes.head.memory_gib=1",
         "kubernetes.trainer.shared_memory_gib=65",
         "tracking.experiment=''",
         "data.train=''",

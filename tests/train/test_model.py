@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma3Config,
@@ -108,6 +110,20 @@ def test_a_model_whose_layers_hand_on_a_state_is_refused(tmp_path: Path) -> None
     FalconH1ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"layers with a state \(falcon_h1\)"):
         load_model(tmp_path)
+
+
+def falcon(folder: Path, **settings: bool) -> Path:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    FalconForCausalLM(FalconConfig(vocab_size=97, **sizes, **settings)).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_without_position_ids_is_refused(tmp_path: Path) -> None:
+    """ALiBi takes the distance of two tokens from their columns, which in a tree of responses is another one."""
+    with pytest.raises(ModelError, match=r"not supported is alibi = True; packed training needs .* position ids"):
+        load_model(falcon(tmp_path / "alibi", alibi=True))
+    assert load_model(falcon(tmp_path / "rotary", alibi=False)).config.rotary
 
 
 def opt(folder: Path) -> None:

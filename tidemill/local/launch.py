@@ -23,15 +23,16 @@ from rich.console import Console
 
 from tidemill.cluster.processes import adopt_orphans, collect_orphans, end_descendants
 from tidemill.config import RunConfig
-from tidemill.errors import DataError
+from tidemill.errors import DataError, RunError
 from tidemill.failure import Failure
 from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say, say_interrupted, say_started
-from tidemill.local.run_folder import begin, exclusive, fresh, holder
+from tidemill.local.run_folder import begin, exclusive, forget, fresh, holder
 from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
 from tidemill.pipeline.lock import label
 from tidemill.pipeline.preflight import check_restart
+from tidemill.pipeline.settings_file import FILE
 from tidemill.pipeline.steps import teardown
 from tidemill.store.inputs import ship
 from tidemill.store.locate import pin_model
@@ -51,6 +52,7 @@ def start(config: RunConfig, console: Console) -> int:
         if named.cluster.provider == "kuberay":
             named = ship(named)  # pods see no file of this machine
         label(lock, holder(named.name))
+        begin(named)
         return launch(named, lock, console)
 
 
@@ -61,14 +63,15 @@ def go_on(config: RunConfig, console: Console) -> int:
         ConfigError: its checkpoints were made with other settings, or are not to be used.
     """
     with exclusive(config.output, config.name) as lock:
-        check_restart(pin_model(config))  # before anything that the earlier attempt left is written over
+        check_restart(pin_model(config))  # before anything is started
+        forget(config)
         return launch(config, lock, console)
 
 
 def launch(config: RunConfig, lock: int, console: Console) -> int:
     """Run the pipeline and show how it goes; returns the exit status of the command."""
     with scratch_folder() as scratch:
-        settings = begin(config)
+        settings = proposed(config, scratch)
         adopt_orphans()
         say_started(config, console)
         with interruptible():
@@ -82,7 +85,21 @@ def scratch_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def start_runner(settings: Path, scratch: Path, lock: int) -> subprocess.Popen[bytes]:
+def proposed(config: RunConfig, scratch: Path) -> Path:
+    """A file of the settings for the runner; what a run that goes on had before stays until `validate` accepts them.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    settings = scratch / FILE
+    try:
+        settings.write_text(config.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write to {scratch}: {error}. TMPDIR names another folder") from error
+    return settings
+
+
+def start_runner(config: RunConfig, settings: Path, scratch: Path, lock: int) -> subprocess.Popen[bytes]:
     """Start the KFP local runner on the pipeline, apart from our terminal's signals."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
@@ -90,10 +107,10 @@ def start_runner(settings: Path, scratch: Path, lock: int) -> subprocess.Popen[b
         "TMPDIR": str(scratch),
         "RAY_TMPDIR": str(scratch),
     }
-    root = str(settings.parent / "kfp")
-    with (settings.parent / "log.txt").open("ab") as log:
+    root = str(config.folder / "kfp")
+    with (config.folder / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", RUNNER, PIPELINE, root, f"config={settings}", f"run_name={settings.parent.name}"],
+            [sys.executable, "-m", RUNNER, PIPELINE, root, f"config={settings}", f"run_name={config.name}"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -110,7 +127,7 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
     try:
         events = config.folder / "events.jsonl"
         earlier = sum(1 for _ in past_events(events))  # of a run that goes on
-        runner = start_runner(settings, scratch, lock)
+        runner = start_runner(config, settings, scratch, lock)
         label(lock, holder(config.name, runner.pid))  # it leads a session, and so a group
         show_events(events, earlier, End(runner, config.folder), console)
         status = runner.returncode

@@ -15,6 +15,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.failure import Failure
 from tidemill.pipeline.lock import held, label
+from tidemill.pipeline.settings_file import FILE, keep
 from tidemill.run_file import load_config, parse_config
 from tidemill.store.checkpoint import take_name
 
@@ -56,9 +57,9 @@ def earlier(name: str, output: Path, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: there is no such run, or name or output are to change, by which its checkpoints are found.
     """
-    path = output.resolve() / name / "config.yaml"
+    path = output.resolve() / name / FILE
     if not path.is_file():
-        found = sorted(file.parent.name for file in output.glob("*/config.yaml"))
+        found = sorted(file.parent.name for file in output.glob(f"*/{FILE}"))
         allowed = f"a run below {output}: {', '.join(found) or 'there is none'}"
         raise ConfigError("resume", name, allowed, "Name one of them, or its folder with --output.")
     for override in overrides:
@@ -73,22 +74,26 @@ def earlier(name: str, output: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def begin(config: RunConfig) -> Path:
-    """Write the settings to `config.yaml` and forget how an earlier attempt ended; returns that file.
+    """Keep the settings and forget how an earlier attempt ended; returns the file of the settings.
 
     Raises:
         RunError: the folder cannot be written to.
     """
-    settings = config.folder / "config.yaml"
-    partial = settings.with_name(".config.yaml.partial")  # a full disk must not cost the settings of an earlier attempt
+    settings = keep(config)
+    forget(config)
+    return settings
+
+
+def forget(config: RunConfig) -> None:
+    """Forget how an earlier attempt failed.
+
+    Raises:
+        RunError: the folder cannot be written to.
+    """
     try:
-        config.folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(config.to_yaml(), encoding="utf-8")
-        partial.replace(settings)
         Failure.forget(config.folder)
-        (config.folder / "summary.json").unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"cannot write to {config.folder}: {error}") from error
-    return settings
 
 
 @contextmanager

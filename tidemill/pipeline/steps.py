@@ -30,6 +30,7 @@ from tidemill.pipeline.preflight import (
     check_tracking,
 )
 from tidemill.pipeline.provider import provider_of
+from tidemill.pipeline.settings_file import accept
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.run_file import parse_config
 from tidemill.store.locate import pin_model
@@ -77,6 +78,8 @@ def refuse_hopeless(name: str, run: RunConfig) -> None:
 def validate(config: str) -> str:
     """Refuse a run that cannot succeed: settings, prompts, rewards, model, store, and the place that it runs in.
 
+    Settings of an earlier run that are not refused take the place of those that it had.
+
     Returns:
         The settings with every default, as YAML; an alias of the registry is replaced by the version that it names now.
 
@@ -87,6 +90,7 @@ def validate(config: str) -> str:
     with step("validate", run):
         pinned = checked(run)
         check_restart(pinned)
+        accept(run)
     return pinned.to_yaml()
 
 

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl
 import yaml
 
 from tidemill.errors import ConfigError, DataError
+from tidemill.run_file import load_yaml, said
 from tidemill.sections import DataConfig
 
 Row = dict[str, Any]
@@ -90,9 +91,10 @@ def query_options(query: str, key: str, source: str) -> dict[str, Any]:
     """
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-        return {name: yaml.safe_load(value) for name, value in pairs}
+        return {name: load_yaml(value) for name, value in pairs}
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(key, source, FORMS, f"Mend what follows the question mark: {error}.") from error
+        why = said(error) if isinstance(error, yaml.YAMLError) else error
+        raise ConfigError(key, source, FORMS, f"Mend what follows the question mark: {why}.") from error
 
 
 def jsonl_rows(path: Path, name: str) -> Iterator[Located]:

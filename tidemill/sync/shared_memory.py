@@ -7,8 +7,9 @@ memory-backed file system and stays mapped, so that the one copy is the one into
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tidemill.sync.mapped_weights import MappedWeights
 from tidemill.sync.weight_names import check_same, counted, folder_shapes
 
 BACKEND = "tidemill_shared_memory"
+FALSE_ALARM = "%s: Failed to load weights"
 logger = init_logger(__name__)
 
 
@@ -49,6 +51,25 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     path: str
     nbytes: int
     version: int
+
+
+@contextlib.contextmanager
+def without_false_alarms() -> Iterator[None]:
+    """Do not log that vLLM "failed to load weights" of a layer.
+
+    It says so at every version of layers that have none of their own, such as a table of rotary embeddings or a head
+    that is tied. A parameter that was given no weight is known by what the model says it loaded, see `repack_tied`.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    def told(record: logging.LogRecord) -> bool:
+        return record.msg != FALSE_ALARM
+
+    layerwise.logger.addFilter(told)
+    try:
+        yield
+    finally:
+        layerwise.logger.removeFilter(told)
 
 
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -111,12 +132,14 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        loaded = None
         initialize_layerwise_reload(self.model)
         try:
             with disable_mtp_completeness_check():
                 loaded = self.model.load_weights(iter(sorted(tensors.items())))
         finally:
-            finalize_layerwise_reload(self.model, self.model_config)
+            with contextlib.nullcontext() if loaded is None else without_false_alarms():
+                finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None:
             self.repack_tied(parameters, loaded)
 

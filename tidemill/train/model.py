@@ -66,7 +66,7 @@ def prepare(model: Any, gradient_checkpointing: bool) -> None:
 
 
 def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what a packed row with full attention and a plain projection would compute differently.
+    """Refuse what a packed row with full attention, position ids and a plain projection would compute differently.
 
     Raises:
         ModelError: naming the setting.
@@ -76,11 +76,12 @@ def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
         found.append("layer_types")
     elif config.get("sliding_window") is not None and config.get("use_sliding_window", True):
         found.append("sliding_window")
+    if config.get("alibi"):  # its bias follows the columns of a row, not the positions of a tree
+        found.append("alibi")
     if found:
         settings = ", ".join(f"{name} = {config[name]!r}" for name in found)
-        raise ModelError(
-            f"{folder}: not supported is {settings}; packed training needs full attention and plain logits"
-        )
+        needed = "packed training needs full attention, position ids and plain logits"
+        raise ModelError(f"{folder}: not supported is {settings}; {needed}")
 
 
 def refuse_architecture(folder: Path, model: Any) -> None:
