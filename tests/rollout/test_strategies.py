@@ -91,6 +91,52 @@ async def test_mask_drops_a_group_without_any_young_token() -> None:
     await run
 
 
+async def stuck_rig() -> tuple[Rig, FakeEngine, asyncio.Task[None]]:
+    """A run under mask, whose second engine never finishes what it has."""
+    stuck = FakeEngine(faults={uid: Fault("hang") for uid in range(99)})
+    asynchrony = {"max_staleness": 1, "staleness_strategy": "mask"}
+    config = run_config(asynchrony=asynchrony, rollout={"group_timeout_s": 900.0})
+    rig = Rig(config, engines=[FakeEngine(), stuck])
+    run = asyncio.create_task(rig.rollouter.run())
+    async with asyncio.timeout(5):
+        while not stuck.requests:
+            await asyncio.sleep(0.005)
+    return rig, stuck, run
+
+
+@pytest.mark.parametrize("fate", ["stays", "set aside", "retired"])
+async def test_mask_cancels_what_an_engine_without_newer_versions_has_once_all_of_it_is_too_old(fate: str) -> None:
+    rig, stuck, run = await stuck_rig()
+    held, dropped = len(stuck.requests), []
+    leaving = asyncio.create_task(asyncio.sleep(0))
+    if fate != "stays":
+        rig.engines.remove(stuck)  # which publications pass by
+    if fate == "set aside":
+        await rig.rollouter.set_engine_aside("engine 1")
+    if fate == "retired":
+        leaving = asyncio.create_task(rig.rollouter.remove_engine("engine 1", "engine_retired", 800.0))
+        await asyncio.sleep(0.01)
+    for _ in range(2):
+        await rig.train_step()
+        dropped.append(rig.ledger.counts().get("dropped/stale", 0))
+    assert dropped == [0, 0 if fate == "stays" else held]
+    async with asyncio.timeout(5):
+        await leaving
+    await rig.rollouter.stop()
+    await run
+
+
+async def test_mask_cancels_nothing_of_an_engine_that_was_taken_back() -> None:
+    rig, _, run = await stuck_rig()
+    await rig.rollouter.set_engine_aside("engine 1")
+    await rig.train_step()
+    await rig.rollouter.take_engine_back("engine 1")
+    await rig.train_step()
+    assert "dropped/stale" not in rig.ledger.counts()
+    await rig.rollouter.stop()
+    await run
+
+
 async def test_wait_hands_on_what_overtook_as_long_as_all_stay_in_time() -> None:
     rig = heavy_rig("wait", 2)
     await rig.run()
