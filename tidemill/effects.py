@@ -131,7 +131,7 @@ def masked_tokens(asynchrony: AsynchronyConfig) -> Iterator[ConfigError]:
     finishes = asynchrony.partial_rollout is False or asynchrony.pause_mode == "wait"
     if finishes and asynchrony.staleness_strategy == "mask":
         allowed = "pace, drop or wait where a response finishes under the version that began it"
-        fix = "Set asynchrony.partial_rollout to true, so that it goes on under the next version, or leave this out."
+        fix = "Leave asynchrony.partial_rollout and asynchrony.pause_mode out, so that it goes on, or leave this out."
         yield ConfigError("asynchrony.staleness_strategy", "mask", allowed, fix)
 
 

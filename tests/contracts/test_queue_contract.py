@@ -37,8 +37,9 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda capacity=4, max_staleness=1, when_full="block": start(capacity, max_staleness, when_full)
 
 
-def delivery(uid: int, version: int = 0) -> Delivery[bytes]:
-    return Delivery(GroupHeader(uid, version, version, 10, 100), f"group {uid}".encode())
+def delivery(uid: int, version: int = 0, usable: int | None = None) -> Delivery[bytes]:
+    header = GroupHeader(uid, version, version if usable is None else usable, 10, 100)
+    return Delivery(header, f"group {uid}".encode())
 
 
 def deliveries(*uids: int) -> list[Delivery[bytes]]:
@@ -79,6 +80,17 @@ async def test_a_lease_takes_the_oldest_version_first_and_then_the_first_arrival
     assert uids((await queue.lease(1, 5, SOON)).deliveries) == [1]
     assert uids((await queue.lease(2, 5, SOON)).deliveries) == [0, 3]
     assert uids((await queue.lease(1, 6, SOON)).deliveries) == [2]
+
+
+async def test_a_group_of_use_longer_than_its_oldest_token_is_swept_later_and_taken_no_later(make: Make) -> None:
+    """Its tokens become too old one after the other."""
+    queue = make(max_staleness=1)
+    await queue.put([delivery(0, 5), delivery(1, 4, usable=6), delivery(2, 4)], SOON)
+    lease = await queue.lease(1, 6, SOON)
+    assert (lease.swept, uids(lease.deliveries)) == ((2,), [1])
+    await queue.release(lease.lease_id)
+    lease = await queue.lease(1, 7, SOON)
+    assert (lease.swept, uids(lease.deliveries)) == ((0,), [1])
 
 
 async def test_a_put_without_room_times_out_and_stores_nothing(make: Make) -> None:

@@ -61,6 +61,13 @@ def test_what_holds_beside_the_others_or_is_the_default_is_taken(overrides: list
     parse(*overrides)
 
 
+@pytest.mark.parametrize("setting", ["partial_rollout=false", "pause_mode=wait"])
+def test_mask_without_partial_rollouts_is_told_which_setting_to_leave_out(setting: str) -> None:
+    error = refusal("asynchrony.staleness_strategy=mask", f"asynchrony.{setting}")
+    assert f"asynchrony.{setting.partition('=')[0]}" in error.fix
+    assert parse("asynchrony.staleness_strategy=mask").pause_mode == "keep"
+
+
 def test_the_keys_of_a_runtime_environment_are_those_that_ray_reads() -> None:
     from ray.runtime_env import RuntimeEnv
 

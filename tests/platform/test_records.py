@@ -94,6 +94,8 @@ def test_age_is_that_of_the_oldest_token_that_the_loss_counts() -> None:
     partly = replace(mixed, loss_mask=np.array([0, 0, 1, 1], np.float32))
     assert (group(partly).age(7), group(partly).trained_tokens) == (2, 2)
     assert dict(partly.trained_by_version) == {5: 1, 6: 1}
+    again = rollout(4, (VersionSpan(3, 0, 1), VersionSpan(5, 1, 2), VersionSpan(5, 2, 4)))
+    assert dict(again.trained_by_version) == {3: 1, 5: 3}
     nothing = replace(mixed, loss_mask=np.zeros(4, np.float32))
     assert (group(nothing).age(7), group(nothing).trained_tokens) == (0, 0)
 

@@ -165,7 +165,7 @@ class Run(RuleBasedStateMachine):
         self.admission.begin_version(self.version + 1, self.now)
         self.since_sync = 0
         for uid, started in list(self.flights.items()):
-            if self.admission.overtaken(started):
+            if self.admission.overtaken(started, self.version):
                 assert self.policy.strategy not in ("wait", "mask")
                 self.ledger.dropped(uid, "stale")
                 del self.flights[uid]

@@ -119,7 +119,7 @@ class Troubled:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("strategy", ["pace", "drop", "wait"])
+@pytest.mark.parametrize("strategy", ["pace", "drop", "wait", "mask"])
 @pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
 async def test_whatever_becomes_of_engines_no_group_is_lost_or_too_old_and_none_of_them_stays(
     tmp_path: Path, mode: Mode, strategy: str, seed: int
@@ -262,7 +262,8 @@ class Lesson:
         [lease] = self.crew.rig.queue.leases.values()
         groups = [Group.from_bytes(arrival.delivery.payload) for arrival in lease]
         self.taken[self.trainer.position.step] = [group.uid for group in groups]
-        self.ages += [version - group.oldest_version for group in groups]
+        mask = self.crew.rig.config.asynchrony.staleness_strategy == "mask"  # what is older is left out
+        self.ages += [version - (group.newest_version if mask else group.oldest_version) for group in groups]
         return {"loss": 1.0}
 
     async def commit(self, position: Position) -> None:
@@ -335,8 +336,9 @@ def drawn_options(draw: random.Random, end: End, mode: Mode) -> dict[str, Any]:
     bound, trigger = draw.choice([0, 1, 1, 2, 3]), draw.choice([1, 1, 2, 3])
     asynchrony: dict[str, Any] = {"max_staleness": bound, "trigger_parameter_sync_step": trigger}
     if bound:
-        asynchrony |= {"staleness_strategy": draw.choice(["pace", "drop", "wait"])}
-        asynchrony |= draw.choice([{"pause_mode": mode} for mode in ("keep", "abort", "wait")])
+        strategy = draw.choice(["pace", "drop", "wait", "mask"])
+        modes = ("keep", "abort") if strategy == "mask" else ("keep", "abort", "wait")
+        asynchrony |= {"staleness_strategy": strategy, "pause_mode": draw.choice(modes)}
         asynchrony["partial_rollout"] = asynchrony["pause_mode"] != "wait"
         asynchrony["staleness_threshold"] = draw.choice([None, 0.5])
     asynchrony["require_batches"] = draw.choice([1, 1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rollout_rig import Rig, run_config
 
 from tidemill.fakes import FakeEngine, Fault
+from tidemill.protocols import Delivery
 from tidemill.records import Int32Array
 from tidemill.rollout import flights
 from tidemill.rollout.staleness import StalenessPolicy
@@ -87,6 +89,85 @@ async def test_mask_drops_a_group_without_any_young_token() -> None:
     lease = await rig.queue.lease(1, 2, 5)
     assert len(lease.swept) >= 2
     assert not lease.deliveries
+    await rig.rollouter.stop()
+    await run
+
+
+@pytest.mark.parametrize(("strategy", "usable"), [("pace", 0), ("mask", 1)])
+async def test_a_group_that_waits_for_room_is_wanted_as_long_as_it_is_of_use(strategy: str, usable: int) -> None:
+    """Occurrence 0 has a token of version 0 and three of version 1, and finds no room before version 2."""
+    asynchrony = {"max_staleness": 1, "staleness_strategy": strategy}
+    engine = FakeEngine(faults={0: Fault("straggle", times=1)})
+    rig = Rig(run_config(asynchrony=asynchrony, trainer={"steps": 8}), engines=[engine])
+    put, room = rig.queue.put, asyncio.Event()
+
+    async def crowded(deliveries: Sequence[Delivery[bytes]], timeout_s: float) -> list[int]:
+        if deliveries[0].header.uid == 0 and not room.is_set():
+            await asyncio.sleep(0.001)
+            raise TimeoutError
+        return await put(deliveries, timeout_s)
+
+    rig.queue.put = crowded  # type: ignore[method-assign]
+    run = asyncio.create_task(rig.rollouter.run())
+    await rig.train_step()
+    async with asyncio.timeout(5):
+        while 0 not in rig.rollouter._admission.queued:
+            await asyncio.sleep(0.001)
+    assert rig.rollouter._admission.queued[0] == usable
+    await rig.train_step()
+    await asyncio.sleep(0.01)
+    assert rig.ledger.counts().get("dropped/stale", 0) == 1 - usable
+    room.set()
+    await asyncio.sleep(0.01)
+    await rig.train(6)
+    await run
+    [late] = [group for group in rig.trained if group.uid == 0]
+    assert late.trained_tokens == (6 if strategy == "mask" else 8)  # of two responses
+
+
+async def stuck_rig() -> tuple[Rig, FakeEngine, asyncio.Task[None]]:
+    """A run under mask, whose second engine never finishes what it has."""
+    stuck = FakeEngine(faults={uid: Fault("hang") for uid in range(99)})
+    asynchrony = {"max_staleness": 1, "staleness_strategy": "mask"}
+    config = run_config(asynchrony=asynchrony, rollout={"group_timeout_s": 900.0, "max_attempts": 1})
+    rig = Rig(config, engines=[FakeEngine(), stuck])
+    run = asyncio.create_task(rig.rollouter.run())
+    async with asyncio.timeout(5):
+        while not stuck.requests:
+            await asyncio.sleep(0.005)
+    return rig, stuck, run
+
+
+@pytest.mark.parametrize("fate", ["stays", "set aside", "retired"])
+async def test_mask_cancels_what_an_engine_without_newer_versions_has_once_all_of_it_is_too_old(fate: str) -> None:
+    rig, stuck, run = await stuck_rig()
+    held, dropped = len(stuck.requests), []
+    leaving = asyncio.create_task(asyncio.sleep(0))
+    if fate != "stays":
+        rig.engines.remove(stuck)  # which publications pass by
+    if fate == "set aside":
+        await rig.rollouter.set_engine_aside("engine 1")
+    if fate == "retired":
+        leaving = asyncio.create_task(rig.rollouter.remove_engine("engine 1", "engine_retired", 800.0))
+        await asyncio.sleep(0.01)
+    for _ in range(2):
+        await rig.train_step()
+        dropped.append(rig.ledger.counts().get("dropped/stale", 0))
+    assert dropped == [0, 0 if fate == "stays" else held]
+    async with asyncio.timeout(5):
+        await leaving
+    assert set(rig.rollouter._kept) == ({"engine 1"} if fate == "set aside" else set())
+    await rig.rollouter.stop()
+    await run
+
+
+async def test_mask_cancels_nothing_of_an_engine_that_was_taken_back() -> None:
+    rig, _, run = await stuck_rig()
+    await rig.rollouter.set_engine_aside("engine 1")
+    await rig.train_step()
+    await rig.rollouter.take_engine_back("engine 1")
+    await rig.train_step()
+    assert "dropped/stale" not in rig.ledger.counts()
     await rig.rollouter.stop()
     await run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from loop_rig import InProcess, Loop
+from own_time import OwnTime
 from rollout_rig import LengthReward, Rig, decode, run_config
 from train_rig import make_rank, save_llama
 
@@ -119,6 +121,32 @@ def test_a_rank_counts_the_optimizer_steps_of_a_version(ascii_llama: Path) -> No
     rank.load(None)
     assert rank.policy.start.steps == 6
     rank.policy.close()
+
+
+@pytest.mark.parametrize("asynchrony", [{}, {"trigger_parameter_sync_step": 2, "require_batches": 2}])
+def test_where_nothing_is_too_old_mask_has_the_losses_of_pace_bit_for_bit(
+    asynchrony: dict[str, Any], ascii_llama: Path
+) -> None:
+    async def run(strategy: str) -> Loop:
+        config = run_config(
+            asynchrony={"max_staleness": 4, "staleness_strategy": strategy, **asynchrony},
+            rollout={"group_size": 4},
+            trainer={"steps": STEPS, "ppo_mini_batch_size": 2},
+        )
+        rank = make_rank(ascii_llama, steps_per_version=config.updates_per_version)
+        loop = Loop(Rig(config, engines=[FakeEngine(token_delay_s=0.1, **STUB)]), InProcess(rank))
+        await loop.fit()
+        return loop
+
+    loops = []
+    for strategy in ("pace", "mask"):
+        with asyncio.Runner(loop_factory=OwnTime) as runner:  # the same moments in both
+            loops.append(runner.run(run(strategy)))
+    pace, mask = loops
+    assert [numbers(metrics) for metrics in mask.metrics] == [numbers(metrics) for metrics in pace.metrics]
+    assert same_parameters(mask.ranks.policy, pace.ranks.policy)
+    assert [metrics["staleness/masked_tokens"] for metrics in mask.metrics] == [0] * STEPS
+    assert max(metrics["staleness/partial_span_max"] for metrics in mask.metrics) > 0
 
 
 class PowerCut(Exception):

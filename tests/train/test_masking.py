@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_rig import Loop
 from rollout_rig import Rig, run_config
-from test_policy import assert_equal_gradients, gradients
-from train_rig import VOCABULARY, batches_of, make_group, make_rank, make_rollout
+from test_old_log_probs import MODES, assert_close, gradients, sampled_by
+from torch import Tensor
+from train_rig import (
+    VOCABULARY,
+    batches_of,
+    make_group,
+    make_rank,
+    make_rollout,
+    plain_log_probs,
+    random_advantages,
+    random_groups,
+)
 
 from tidemill.fakes import FakeEngine
-from tidemill.records import Group, Int32Array, Rollout, VersionSpan
+from tidemill.records import Float32Array, Group, Int32Array, Rollout, VersionSpan
+from tidemill.sections import AlgorithmConfig
 from tidemill.train.batch import step_denominator
 from tidemill.train.masking import mask_stale
+from tidemill.train.policy import PolicyRank
+
+PRESENT, BOUND, STEPS = 6, 1, 3
 
 
 def spanned(rollout: Rollout, *counts: tuple[int, int]) -> Rollout:
@@ -74,7 +91,78 @@ def test_the_gradient_is_that_of_the_young_tokens_after_the_old_ones_as_a_prompt
     )
     assert rank is not None
     assert step_denominator([stale], "token") == 4
-    assert_equal_gradients(found, wanted)
+    assert_close(found, wanted)
+
+
+def met_updates(group: Group) -> Group:
+    """With tokens of random versions up to the present one, older ones first; some responses are old as a whole."""
+    rng, rollouts = np.random.default_rng(group.uid), []
+    for rollout in group.rollouts:
+        versions = np.sort(rng.integers(PRESENT - 3, PRESENT + rng.integers(-1, 2), len(rollout.token_ids))).tolist()
+        everything = replace(rollout, loss_mask=np.ones(len(versions), np.float32))
+        rollouts.append(spanned(everything, *Counter(versions).items()))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def plain_gain(algorithm: AlgorithmConfig, new: Tensor, began: Tensor, sampled: float, share: float) -> Any:
+    """The clipped gain of one token as a function of its advantage, and the weight that corrects for its age."""
+    old = began
+    if algorithm.old_log_prob == "rollout":
+        old = torch.tensor(sampled)
+    if algorithm.proximal == "loglinear":
+        old = (1 - share) * sampled + share * new.detach()
+    weight = min((old - sampled).exp().item(), 2.0) if algorithm.old_log_prob == "decoupled" else 1.0
+    ratio = (new - old).exp()
+
+    def gain(advantage: float) -> Tensor:
+        clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return weight * (clipped.clamp(min=3.0 * advantage) if advantage < 0 else clipped)
+
+    return gain
+
+
+def plain_loss(rank: PolicyRank, start: Any, group: Group, advantages: Float32Array) -> tuple[Any, int]:
+    """The objective token by token, over those that are young by their version's number; and what it is divided by."""
+    algorithm, done = rank.algorithm, rank.start.done
+    losses, counts = [], []
+    for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
+        new = plain_log_probs(rank.model, group, rollout)
+        with torch.no_grad():
+            began, reference = (plain_log_probs(model, group, rollout) for model in (start, rank.reference.model))
+        terms = []
+        for at, version in enumerate(rollout.token_versions.tolist()):
+            if PRESENT - version <= BOUND:
+                share = (PRESENT - version) / (PRESENT + done - version) if done else 1.0
+                gain = plain_gain(algorithm, new[at], began[at], rollout.log_probs[at].item(), share)(advantage)
+                apart = reference[at] - new[at]
+                terms.append(algorithm.kl_coef * (apart.exp() - 1 - apart) - gain)
+        counts.append(len(terms))
+        losses += [sum(terms) / (len(terms) if algorithm.aggregation == "sequence" else 1)] if terms else []
+    return sum(losses), sum(counts) if algorithm.aggregation == "token" else len(losses)
+
+
+@pytest.mark.parametrize("done", [0, 1])
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_is_the_objective_written_out_over_the_young_tokens(
+    llama: Path, mode: str, aggregation: Any, done: int
+) -> None:
+    algorithm = AlgorithmConfig.model_validate({**MODES[mode], "aggregation": aggregation, "kl_coef": 0.3})
+    rank = make_rank(llama, algorithm, steps_per_version=STEPS, learning_rate=5e-4)
+    groups = [sampled_by(rank.model, met_updates(group), shift=0.6) for group in random_groups(5)]
+    masked, advantages = [mask_stale(group, PRESENT, BOUND) for group in groups], random_advantages(groups)
+    batches = batches_of(masked, advantages, 40, aggregation=aggregation, keep_all=True)[0]
+    denominator = step_denominator(masked, aggregation)
+    start = copy.deepcopy(rank.model)
+    for _ in range(done):
+        rank.update(batches, denominator, PRESENT)
+    rank.start.enter(PRESENT)
+    found = gradients(rank, batches, denominator)
+    rank.optimizer.zero_grad()
+    plain = [plain_loss(rank, start, group, values) for group, values in zip(groups, advantages, strict=True)]
+    assert sum(count for _, count in plain) == denominator
+    (sum(loss for loss, _ in plain) / denominator).backward()
+    assert_close(found, {name: parameter.grad for name, parameter in rank.parameters.items()})
 
 
 def long_ones(prompt_ids: Int32Array, version: int, sample: int) -> list[int]:

@@ -83,7 +83,7 @@ def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
 def staleness_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
     """Ages in versions, of the tokens that the loss counts, and how many versions sampled a rollout.
 
-    A group is as old as its oldest token: judging by the newest hides partial rollouts.
+    A group is as old as the oldest of them: judging by the newest hides partial rollouts.
     """
     ages = np.array([group.age(version) for group in groups])
     trained = [rollout.trained_by_version for rollout in rollouts]

@@ -87,9 +87,14 @@ class Admission:
         """Whether what was sampled at this version may no longer be trained."""
         return too_old(version, self.version, self.policy.max_staleness)
 
-    def overtaken(self, started: int) -> bool:
-        """Whether a group that started at this version and is being generated is to be cancelled."""
-        return self.policy.cancels and self.too_old(started)
+    def overtaken(self, started: int, newest: int) -> bool:
+        """Whether a group that is being generated is to be cancelled.
+
+        Args:
+            started: its version.
+            newest: the version that its engine samples from.
+        """
+        return self.too_old(self.policy.usable_version(started, newest))
 
     def complete(self) -> bool:
         """The steps of the run are trained."""

@@ -83,6 +83,7 @@ class Rollouter:
         self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
         self._flights: dict[int, Flight] = {}
+        self._kept: dict[str, int] = {}  # version of an engine that gets no newer one, by its name
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -248,13 +249,13 @@ class Rollouter:
         Returns:
             How many requests it had answered, and how many prompts were set aside because they killed it.
         """
-        self._engines.close(name)
-        self._resize()
+        self._close(name)
         if patience_s:
             await self._engines.drained(name, patience_s)
         else:  # requests whose engine died say so by themselves, which tells whether it died under them
             await self._engines.quiet(name, ANSWER_TIMEOUT_S)
         finished = self._engines.remove(name)
+        self._kept.pop(name, None)
         self._books.tally.count("engines_removed")
         self._resize()
         for flight in self._on_engine(name):
@@ -266,12 +267,18 @@ class Rollouter:
 
     async def set_engine_aside(self, name: str) -> None:
         """An engine gets no more groups, and finishes those that it has; only an evaluation may name it."""
+        self._close(name)
+
+    def _close(self, name: str) -> None:
+        """It gets no more groups, and no newer version either."""
         self._engines.close(name)
+        self._kept[name] = self._admission.version
         self._resize()
 
     async def take_engine_back(self, name: str) -> None:
         """It gets groups again."""
         self._engines.reopen(name)
+        self._kept.pop(name, None)
         self._resize()
 
     async def lost_engines(self) -> Mapping[str, str]:
@@ -289,8 +296,10 @@ class Rollouter:
         self._admission.begin_version(version, self._clock())
         self._engines.forgive()
         for flight in list(self._flights.values()):
-            if flight.stage == "generating" and self._admission.overtaken(flight.version):
-                if self.config.asynchrony.staleness_strategy == "drop":  # it may just have waited in the engine
+            newest = self._kept.get(str(flight.engine), version)
+            if flight.stage == "generating" and self._admission.overtaken(flight.version, newest):
+                # With "drop" it may just have waited in the engine, with "mask" its engine got no newer version.
+                if self.config.asynchrony.staleness_strategy in ("drop", "mask"):
                     self._abandon(flight, "stale")
                 else:
                     self._books.outlasted(flight.uid)
