@@ -77,6 +77,12 @@ def test_only_reasons_that_happened_get_a_line() -> None:
     assert "skipped prompts: 2 (too long)" in text
     assert "dropped groups: 3 (stale)" in text
     assert "quarantined" not in text
+    assert "masked" not in shown(replace(SUMMARY, metrics={"staleness/masked_tokens": 0.0, "response/tokens": 9000.0}))
+
+
+def test_tokens_that_were_too_old_are_told_of_beside_those_that_were_sampled() -> None:
+    text = shown(replace(SUMMARY, metrics={"staleness/masked_tokens": 1234.0, "response/tokens": 9000.0}))
+    assert "masked tokens: 1,234 of 9,000 (too old, in the last attempt)" in text
 
 
 def test_a_missing_value_says_why() -> None:

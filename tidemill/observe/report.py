@@ -256,6 +256,9 @@ def left_out(summary: Summary) -> Iterator[str]:
     """What was not trained, one line a reason."""
     for name, counts in (("skipped prompts", summary.skipped), ("dropped groups", summary.dropped)):
         yield from (f"{name}: {count} ({reason})" for reason, count in counts.items() if count)
+    if masked := summary.metrics.get("staleness/masked_tokens"):
+        sampled = summary.metrics["response/tokens"]
+        yield f"masked tokens: {masked:,.0f} of {sampled:,.0f} (too old, in the last attempt)"
 
 
 def shortened(answer: Answer) -> Answer:
