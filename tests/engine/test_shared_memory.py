@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tidemill.errors import SyncError
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
@@ -61,3 +63,15 @@ def test_a_layer_without_weights_is_no_failure_where_the_model_says_what_it_load
     transfer.load({"dense.weight": torch.full((2, 2), 3.0)})
     assert transfer.model.dense.weight.tolist() == [[3, 3], [3, 3]]
     assert [text for text in said if "Failed" in text] == warned
+
+
+def test_a_load_that_breaks_off_says_that_two_versions_are_there() -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from tidemill.sync.shared_memory import HALF_LOADED, SharedMemoryTransfer
+
+    transfer = SharedMemoryTransfer.__new__(SharedMemoryTransfer)
+    transfer.model, transfer.model_config = Model(says=True), None
+    record_metadata_for_reloading(transfer.model)
+    with pytest.raises(SyncError, match=HALF_LOADED):
+        transfer.load_all({"dense.weight": torch.full((3, 3), 3.0)})  # a layer of two

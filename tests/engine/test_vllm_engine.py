@@ -238,6 +238,31 @@ async def test_an_engine_that_does_not_load_or_resume_in_time_is_lost(
         await engine.update_weights(WeightUpdate(3, "nowhere", 1), "keep")
 
 
+class Breaking(Stuck):
+    """vLLM's face to an update that breaks off for this reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("none")
+        self.reason, self.resumed = reason, False
+
+    async def pause_generation(self, **_: Any) -> None:
+        raise RuntimeError(f"Call to collective_rpc method failed: {self.reason}")
+
+    async def resume_generation(self) -> None:
+        self.resumed = True
+
+
+async def test_an_engine_goes_on_after_an_update_that_failed_unless_it_holds_two_versions(tmp_path: Path) -> None:
+    from tidemill.sync.shared_memory import HALF_LOADED
+
+    for reason, resumes in (("no such file", True), (f"oops; {HALF_LOADED}", False)):
+        engine = VllmEngine(str(tmp_path), ROLLOUT, 64, 0, "shared_memory")
+        engine._llm = Breaking(reason)
+        with pytest.raises(SyncError, match=f"could not load version 3: .*{reason}"):
+            await engine.update_weights(WeightUpdate(3, "nowhere", 1), "keep")
+        assert (engine._llm.resumed, engine._open.is_set()) == (resumes, resumes)
+
+
 async def test_seeded_groups_that_do_not_fit_into_one_step_are_repeatable(engine: VllmEngine) -> None:
     """Twenty prompts of forty tokens, more than the tokens of a step; what is sampled depends on the seed alone."""
 

@@ -259,7 +259,8 @@ class VllmEngine:
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         """See `protocols.Engine.update_weights`; updates that come at once are made one after the other.
 
-        Bounded by `rollout.start_timeout_s`, and `group_timeout_s` where requests finish first.
+        Bounded by `rollout.start_timeout_s`, and `group_timeout_s` where requests finish first. An engine of which it
+        is not known which version it holds samples nothing any more.
 
         Raises:
             SyncError: the weights did not arrive whole.
@@ -273,6 +274,7 @@ class VllmEngine:
     async def _update(self, llm: Any, update: WeightUpdate, mode: PauseMode, limit: float) -> None:
         # What arrives meanwhile waits here, not in vLLM: its cache salt must be that of the new version.
         self._open.clear()
+        whole = True  # one version or the other, and it is known which
         try:
             async with asyncio.timeout(limit):
                 if mode == "wait":
@@ -282,11 +284,13 @@ class VllmEngine:
                     await self._take_back(llm)
                 await self._load_weights(llm, update)
         except TimeoutError as error:
+            whole = False
             raise EngineLostError(f"the engine did not load version {update.version} within {limit:g} s") from error
         except Exception as error:
+            whole = not half_loaded(error)
             raise SyncError(f"the engine could not load version {update.version}: {error}") from error
         finally:
-            if self._end("resume") is None:
+            if whole and self._end("resume") is None:
                 async with self._control("resume"):
                     await llm.resume_generation()
                 self._open.set()
@@ -373,6 +377,13 @@ class VllmEngine:
             raise EngineError(f"the engine could not {what}: {error}") from error
         except TimeoutError as error:
             raise EngineLostError(f"the engine did not {what} within {CONTROL_TIMEOUT_S} s") from error
+
+
+def half_loaded(error: Exception) -> bool:
+    """Whether the load of a version broke off in the middle; vLLM passes on what an error says, not what it is."""
+    from tidemill.sync.shared_memory import HALF_LOADED
+
+    return HALF_LOADED in str(error)
 
 
 def has_token(output_processor: Any, request_id: str) -> bool:

@@ -29,6 +29,7 @@ from tidemill.sync.weight_names import check_same, counted, folder_shapes
 
 BACKEND = "tidemill_shared_memory"
 FALSE_ALARM = "%s: Failed to load weights"
+HALF_LOADED = "the engine now holds two versions and must not go on"
 logger = init_logger(__name__)
 
 
@@ -107,7 +108,8 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         """Check the file, then load it.
 
         Raises:
-            SyncError: the file is not there, has another size or other tensors; the old weights are still in place.
+            SyncError: the file is not there, has another size or other tensors, and the old weights are still in place;
+                or `HALF_LOADED`, as its text says.
         """
         started = time.monotonic()
         path = Path(update_info.path)
@@ -115,10 +117,21 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
             with self.files.reading(path, update_info.nbytes) as mapped:
                 given = counted({name: tuple(tensor.shape) for name, tensor in mapped.tensors.items()}, self.tied)
                 check_same(given, self.expected, f"version {update_info.version} in {path}")
-                self.load(mapped.tensors)
+                self.load_all(mapped.tensors)
         except OSError as error:
             raise SyncError(f"cannot read the weights of version {update_info.version} from {path}: {error}") from error
         logger.debug("version %s loaded in %.3f s", update_info.version, time.monotonic() - started)
+
+    def load_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load, and say so where it breaks off in the middle.
+
+        Raises:
+            SyncError: `HALF_LOADED`.
+        """
+        try:
+            self.load(tensors)
+        except Exception as error:
+            raise SyncError(f"{error!r}; {HALF_LOADED}") from error
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Layer by layer: fresh parameters, vLLM's loaders, its post-processing, and back into the old storage.
@@ -159,10 +172,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         fresh = {id(parameters[name]) for name in loaded & parameters.keys()}
         missing = parameters.keys() - loaded
         if lost := sorted(name for name in missing if id(parameters[name]) not in fresh):
-            raise SyncError(
-                f"{len(lost)} parameters of the engine were given no weight, such as {', '.join(lost[:5])}; "
-                "the engine now holds two versions and must not go on"
-            )
+            raise SyncError(f"{len(lost)} parameters of the engine were given no weight, such as {', '.join(lost[:5])}")
         for name in missing:
             layer = self.model.get_submodule(name.rpartition(".")[0])
             layer.quant_method.process_weights_after_loading(layer)
