@@ -20,7 +20,7 @@ groups/count response/tokens response/trained_tokens staleness/groups_of_age/AGE
 staleness/stale_rollouts staleness/masked_tokens staleness/partial_rollouts update/count update/tokens update/skipped
 sync/stored_bytes sync/full rollout/engines_joined
 rollout/engines_removed rollout/generated_groups rollout/generated_tokens rollout/wasted_tokens rollout/updated_midway
-rollout/failed/REASON rollout/dropped/REASON rollout/skipped/REASON
+rollout/failed/REASON rollout/dropped/REASON rollout/cancelled/REASON rollout/skipped/REASON
 """
 LASTS = """
 loss/learning_rate evaluation/score evaluation/skipped/REASON rollout/engines rollout/deferred rollout/generating

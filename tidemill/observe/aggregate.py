@@ -132,6 +132,7 @@ RULES: Mapping[str, Rule] = {
     "rollout/group_seconds/mean": PER_GENERATED_GROUP,
     "rollout/failed/REASON": SUM,
     "rollout/dropped/REASON": SUM,
+    "rollout/cancelled/REASON": SUM,
     "rollout/skipped/REASON": SUM,
     "ledger/issued": LAST,
     "ledger/trained": LAST,

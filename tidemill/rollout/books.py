@@ -93,6 +93,7 @@ class Books:
     def outlasted(self, uid: int) -> None:
         """A group became too old while it was generated; one that always does must not take a slot for ever."""
         limit = self._config.rollout.max_attempts
+        self.tally.count("cancelled/stale")
         if self._ledger.outlasted(uid, limit):
             self.tally.count("skipped/never_fits")
             LOG.warning(
@@ -102,6 +103,11 @@ class Books:
             )
         else:
             self.tally.count("dropped/stale")
+
+    def cancelled(self, uid: int, reason: str) -> None:
+        """A group was given up before it was finished; it is issued again."""
+        self.tally.count(f"cancelled/{reason}")
+        self.dropped([uid], reason)
 
     def waste(self, tokens: int) -> None:
         """Tokens were sampled that will not be trained."""

@@ -226,7 +226,8 @@ class Rollouter:
 
     def _abandon(self, flight: Flight, reason: str) -> None:
         self._forget(flight)
-        self._drop([flight.uid], reason)
+        self._books.cancelled(flight.uid, reason)
+        self._wake.set()
 
     def _forget(self, flight: Flight) -> None:
         del self._flights[flight.uid]
