@@ -66,13 +66,16 @@ PHASES = {
 }
 
 
-def train(config: RunConfig, stop: Stop | None = None, claim: Claim | None = None) -> Summary:
+def train(
+    config: RunConfig, stop: Stop | None = None, claim: Claim | None = None, *, score_last: bool = False
+) -> Summary:
     """Run or resume the training that `config` describes.
 
     Args:
         config: of the run.
         stop: ends it early, with a checkpoint and an exported model.
         claim: to the run's lease, without which nothing is written to the store; None needs none.
+        score_last: ask the last version the held-out prompts too, where no step of a pipeline asks the exported model.
 
     Raises:
         TidemillError: what went wrong, with the traceback of the worker it happened in.
@@ -80,7 +83,7 @@ def train(config: RunConfig, stop: Stop | None = None, claim: Claim | None = Non
     config.folder.mkdir(parents=True, exist_ok=True)
     model = None if apart(config) else locate_model(config)
     with EventLog(config.folder / "events.jsonl") as log, ray_session(config):
-        return asyncio.run(Run(config, model, log, stop or Stop(), claim).train())
+        return asyncio.run(Run(config, model, log, stop or Stop(), claim, score_last).train())
 
 
 @dataclass(slots=True)
@@ -121,6 +124,7 @@ class Run:
     log: EventLog
     stop: Stop
     claim: Claim | None = None
+    score_last: bool = False
     checkpoint_uri: str | None = None
     upload: asyncio.Task[str] | None = None
     ledger: Mapping[str, Any] = field(default_factory=dict)
@@ -143,13 +147,14 @@ class Run:
                         await self.learn(trainer, parts, observer)
                     with self.timings.phase("export"):
                         model_uri = await self.finish(trainer, parts, observer)
+                    after = await self.evaluate_last(trainer.position, parts, observer)
                 finally:
                     await self.close(parts)
             except BaseException as error:
                 tracker.fail(error)
                 raise
             tracker.finish("FINISHED")
-        return self.summarise(trainer, observer, before, model_uri, memory, time.monotonic() - started)
+        return self.summarise(trainer, observer, before, model_uri, memory, time.monotonic() - started).scored(after)
 
     async def start_parts(self, observer: RunObserver, restart: Restart | None, store: ObjectStore) -> Parts:
         """Place all actors; engines and trainer load at the same time."""
@@ -242,6 +247,16 @@ class Run:
         await self.settle()
         observer.picture()
         return None if self.stop.hurry else await parts.ranks.publish_model(trainer.position.version)
+
+    async def evaluate_last(self, position: Position, parts: Parts, observer: RunObserver) -> Evaluation | None:
+        """Score the last version, which the engines have unless there was a hurry, if that is asked for."""
+        if not self.score_last or self.stop.hurry or self.config.data.held_out is None:
+            return None
+        observer.phase("score the held-out prompts after training")
+        with self.timings.phase("evaluate"):
+            after = await parts.generation.evaluate(position.version)
+        observer.evaluated(position.step, after)
+        return after
 
     async def close(self, parts: Parts) -> None:
         """Free the parts; a checkpoint that is on its way arrives first, so that who goes on loses less."""

@@ -16,6 +16,7 @@ from tidemill.config import RunConfig
 from tidemill.errors import RunError
 from tidemill.local.attendance import attend
 from tidemill.local.run_folder import exclusive
+from tidemill.observe.events import EvaluationFinished, past_events
 from tidemill.observe.report import Summary
 from tidemill.run_file import load_config, parse_config
 
@@ -40,7 +41,7 @@ def train(config):
         raise AssertionError("interrupted")
     if sys.argv[2] == "failed":
         raise RunError("an actor died")
-    return Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, "s3://a/b", None, None)
+    return Summary(1, 0.5, 0.75, 1.0, 1.0, 1.0, None, None, None, None, None, "s3://a/b", None, None)
 
 try:
     code = attend(load_config("run.yaml", [f"output={sys.argv[1]}"]), train, debug=False)
@@ -79,11 +80,11 @@ def test_training_shows_its_steps_and_leaves_what_a_run_leaves(tmp_path: Path) -
     done = attended(tmp_path, "well")
     assert done.returncode == 0, done.stderr
     assert "   1/2      0.125" in done.stdout
-    assert "Held-out score  0.500  ->  (train does not score at the end)" in done.stdout
+    assert "Held-out score  0.500  ->  0.750" in done.stdout
     assert "chatter" not in done.stdout + done.stderr
     folder = tmp_path / "runs/addition"
     assert sorted((folder / "log.txt").read_text().splitlines()) == ["chatter", "chatter of a worker"]
-    assert Summary.read(folder / "summary.json").missing == {"held_out_after": "train does not score at the end"}
+    assert Summary.read(folder / "summary.json").held_out_after == 0.75
     assert load_config(folder / "config.yaml").name == "addition"
 
 
@@ -129,9 +130,13 @@ def test_real_training_is_watched_and_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tidemill.cli", "train", "run.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "   2/2 " in done.stdout and "(train does not score at the end)" in done.stdout
+    assert "   2/2 " in done.stdout and "score the held-out prompts after training" in done.stdout
     assert done.stderr == ""
     summary = Summary.read(tmp_path / "runs/tiny/summary.json")
     assert summary.steps == 2
+    assert summary.held_out_after is not None
+    assert all(sample.after is not None for sample in summary.samples)
+    events = past_events(tmp_path / "runs/tiny/events.jsonl")
+    assert [event.step for event in events if isinstance(event, EvaluationFinished)] == [0, 2]
     assert min(summary.phase_seconds[name] for name in ("load", "get_groups", "update_actor", "sync", "export")) > 0
     assert processes_in(tmp_path) == []

@@ -36,7 +36,7 @@ machine. No run is made. For a cluster, `tidemill submit FILE --dry-run` looks.
   tidemill check my.yaml trainer.steps=500 rewards.0.function=my_rewards:score
 """
 TRAIN = """
-Training alone: no pipeline, no score at the end, no registry. With RAY_ADDRESS set it joins that Ray, else it starts
+Training alone: no pipeline around it, no registry. With RAY_ADDRESS set it joins that Ray, else it starts
 one. The folder runs/NAME is that of `run`; a second start under the same name goes on from the newest checkpoint.
 
   tidemill train examples/addition.yaml name=probe trainer.steps=5

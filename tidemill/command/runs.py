@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 from tidemill.command.need import need_kfp, need_working_folder
@@ -88,7 +89,7 @@ def train(arguments: argparse.Namespace) -> int:
     from tidemill.pipeline.provider import train_here
     from tidemill.store.locate import pin_model
 
-    return attend(pin_model(config), train_here, debug=arguments.debug)
+    return attend(pin_model(config), partial(train_here, score_last=True), debug=arguments.debug)
 
 
 def refuse_run_of_this_machine(name: str) -> None:

@@ -9,7 +9,6 @@ import shlex
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -34,7 +33,6 @@ from tidemill.pipeline.preflight import (
 )
 
 Train = Callable[[RunConfig], Summary]
-NOT_SCORED = "train does not score at the end"
 
 
 def attend(config: RunConfig, train: Train, *, debug: bool) -> int:
@@ -92,16 +90,9 @@ def followed(config: RunConfig, train: Train, console: Console) -> Summary:
     with ThreadPoolExecutor(1) as threads:
         shown_to_the_end = threads.submit(show_events, events, earlier, stop, console)
         try:
-            summary = explained(config, train(config))
+            summary = train(config)
         finally:
             stop.set()
             shown_to_the_end.result()
     summary.write(config.folder / "summary.json")
     return summary
-
-
-def explained(config: RunConfig, summary: Summary) -> Summary:
-    """The summary with the reason why there is no score at the end, though there are prompts for one."""
-    if config.data.held_out is None:
-        return summary
-    return replace(summary, missing={**summary.missing, "held_out_after": NOT_SCORED})

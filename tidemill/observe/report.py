@@ -16,7 +16,7 @@ from rich.text import Text
 from tidemill.errors import DataError
 from tidemill.observe.excerpt import counted, excerpt
 from tidemill.observe.progress import duration
-from tidemill.protocols import Answer
+from tidemill.protocols import Answer, Evaluation
 
 CELL = 300
 """Characters of a cell on the screen and in Markdown; the page has more."""
@@ -147,6 +147,14 @@ class Summary:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} is not a readable summary: {error}") from error
         return cls.from_json(text)
+
+    def scored(self, evaluation: Evaluation | None) -> Summary:
+        """The summary with the score and the answers of the policy at the end, if it was asked."""
+        if evaluation is None:
+            return self
+        after = {answer.prompt: answer.response for answer in evaluation.answers}
+        samples = tuple(replace(sample, after=after.get(sample.prompt, sample.after)) for sample in self.samples)
+        return replace(self, held_out_after=evaluation.score, samples=samples)
 
     def why(self, name: str) -> str:
         """Why the value `name` is None."""

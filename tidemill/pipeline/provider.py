@@ -81,12 +81,12 @@ class MachineProvider:
         clear_transit(self.config)
 
 
-def train_here(config: RunConfig) -> Summary:
-    """Train in this process, as the only one of this machine."""
+def train_here(config: RunConfig, *, score_last: bool = False) -> Summary:
+    """Train in this process, as the only one of this machine; see `run.train`."""
     from tidemill.run import train
 
     with sole_training(config), claimed(config) as claim:
-        return train(config, claim=claim)
+        return train(config, claim=claim, score_last=score_last)
 
 
 @contextmanager

@@ -220,7 +220,7 @@ def register(config: str, summary: str, evaluation: str, report_path: str, page_
     """
     run = parse_config(config)
     with step("register", run) as log:
-        trained = scored(Summary.from_json(summary), evaluation_from_json(evaluation))
+        trained = Summary.from_json(summary).scored(evaluation_from_json(evaluation))
         final = with_times(registered(run, trained, log), run)
         if final.model_version is None:
             log.write(Notice(f"no model version: {final.why('model_version')}"))
@@ -267,15 +267,6 @@ def teardown(config: str) -> None:
     except ConfigError:
         return
     provider_of(run).teardown()
-
-
-def scored(summary: Summary, evaluation: Evaluation | None) -> Summary:
-    """The summary with the score and the answers of the exported model, which are the ones that count."""
-    if evaluation is None:
-        return summary
-    after = {answer.prompt: answer.response for answer in evaluation.answers}
-    samples = tuple(replace(sample, after=after.get(sample.prompt, sample.after)) for sample in summary.samples)
-    return replace(summary, held_out_after=evaluation.score, samples=samples)
 
 
 def registered(run: RunConfig, summary: Summary, log: EventLog) -> Summary:

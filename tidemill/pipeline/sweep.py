@@ -23,7 +23,6 @@ from tidemill.pipeline.steps import (
     log_number,
     register,
     reports_of,
-    scored,
     step,
     track_end,
     validate,
@@ -144,7 +143,7 @@ def conclude(config: str, summary: str, evaluation: str, log_metric: LogMetric) 
     """
     run, scores = parse_config(config), evaluation_from_json(evaluation)
     with step("conclude", run):
-        final = with_times(scored(Summary.from_json(summary), scores), run)
+        final = with_times(Summary.from_json(summary).scored(scores), run)
         final.write(run.folder / "summary.json")
         track_end(run, final, reports_of(run, final, curves(run, final)))
         with open_store(run.store, run.output) as store:
