@@ -30,7 +30,7 @@ def module(name, **members):
     sys.modules[name] = types.ModuleType(name)
     vars(sys.modules[name]).update(members)
 
-def train(config, claim=None):
+def train(config, claim=None, *, score_last=False):
     """A training that exports the model that it started from; its score is the learning rate times a thousand."""
     from tidemill.errors import EngineError, RewardError
     from tidemill.observe.report import Sample, Summary
