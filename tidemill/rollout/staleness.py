@@ -96,14 +96,9 @@ class StalenessPolicy:
         """Groups that can be trained before one that starts at `version` is too old."""
         return (self.max_staleness + version + 1) * self.groups_per_version
 
-    @property
-    def cancels(self) -> bool:
-        """Whether a group that may still sample young tokens is given up for its old ones."""
-        return self.strategy != "mask"
-
     def usable_version(self, oldest: int, newest: int) -> int:
         """The version that decides how long a group is of use, of the oldest and the newest of its tokens."""
-        return oldest if self.cancels else newest
+        return newest if self.strategy == "mask" else oldest
 
     def keeps_all_in_time(self, delivered: int, others: Iterable[int]) -> bool:
         """Whether every other group can still be trained in time when one more is handed on now.

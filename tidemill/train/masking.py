@@ -1,4 +1,4 @@
-"""Tokens that are too old to be trained, left out of the loss. Pure functions, numpy only.
+"""Tokens that are too old to be trained, left out of the loss. Pure functions.
 
 A response that met weight updates has tokens of several versions. Each of them keeps its own sampling log-prob, so the
 young ones can be trained with the old ones as context, as if these were part of the prompt: what slime calls
@@ -9,8 +9,6 @@ whole responses.
 from __future__ import annotations
 
 from dataclasses import replace
-
-import numpy as np
 
 from tidemill.records import Group, Rollout
 from tidemill.rollout.staleness import too_old
@@ -25,5 +23,8 @@ def mask_stale(group: Group, version: int, max_staleness: int) -> Group:
 
 def masked(rollout: Rollout, version: int, max_staleness: int) -> Rollout:
     """One rollout of `mask_stale`."""
-    young = version - rollout.token_versions <= max_staleness
-    return replace(rollout, loss_mask=(rollout.loss_mask * young).astype(np.float32))
+    loss_mask = rollout.loss_mask.copy()
+    for span in rollout.versions:
+        if too_old(span.version, version, max_staleness):
+            loss_mask[span.start : span.end] = 0
+    return replace(rollout, loss_mask=loss_mask)

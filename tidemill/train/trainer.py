@@ -184,7 +184,7 @@ class Trainer:
         with timings.phase("advantages"):
             advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
         metrics = group_metrics(groups, self.position.version, advantages)
-        metrics["staleness/masked_tokens"] = float(trained_tokens(sampled) - trained_tokens(groups))
+        metrics["staleness/masked_tokens"] = trained_tokens(sampled) - metrics["response/trained_tokens"]
         metrics |= await self.learn(groups, advantages, timings)
         await self.queue.acknowledge(lease.lease_id)
         await self.generation.mark_trained([group.uid for group in groups])
