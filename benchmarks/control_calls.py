@@ -28,6 +28,7 @@ from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 PROMPT, SAMPLING = np.arange(3, dtype=np.int32), Sampling(n=1, max_tokens=3, temperature=1.0)
 MODES: tuple[PauseMode, ...] = ("keep", "abort")  # `wait` takes as long as what it waits for
 CALLS = 20
+DEADLINE_S = 120.0
 
 
 class CrowdedActor(EngineActor):
@@ -48,11 +49,13 @@ async def measure(crowd: int, mode: PauseMode) -> tuple[float, float]:
     """The slowest of some calls that only ask, and a weight update, with so many generations open."""
     engine = RemoteEngine("engine 0", engine_shell(CrowdedActor, Place(), {}).remote(crowd))
     generations = [asyncio.create_task(engine.generate(f"{uid}.0", PROMPT, SAMPLING)) for uid in range(crowd)]
-    while (await engine.stats())["running"] < crowd:
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(DEADLINE_S):
+        while (await engine.stats())["running"] < crowd:
+            await asyncio.sleep(0.05)
     asked = max([await milliseconds(engine.version) for _ in range(CALLS)])
     updated = await milliseconds(lambda: engine.update_weights(WeightUpdate(1, "", 0), mode))
-    groups = await asyncio.gather(*generations)
+    async with asyncio.timeout(DEADLINE_S):
+        groups = await asyncio.gather(*generations)
     if any(group[0].versions[-1].version != 1 for group in groups):
         raise SystemExit("a generation ended before the new weights came")
     engine.kill()
