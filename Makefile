@@ -82,7 +82,7 @@ format: setup  ## Format the code and mend what the linter can mend
 golden: setup  ## Write again what is generated: docs/configuration.md, pipelines/compiled and the golden RayJob
 	$(BIN)/python docs/generate.py
 	for name in $(PIPELINES); do $(BIN)/tidemill compile --pipeline $$name --output pipelines/compiled/$$name.yaml; done
-	$(BIN)/python tests/kuberay/manifest_rig.py
+	$(BIN)/python tests/rigs/manifest_rig.py
 
 bench: setup bench-peers  ## Every benchmark, each a table
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
@@ -124,19 +124,19 @@ cluster-down:  ## Remove that Kubernetes with all its data
 
 test-image:  ## Build the small image that the cluster tests run pods of
 	rm -rf .cache/test-image && mkdir -p .cache/test-image
-	cp -r tidemill constraints.txt tests/cluster/image/* .cache/test-image && find .cache/test-image -name __pycache__ -prune -exec rm -r {} +
+	cp -r tidemill constraints.txt tests/real_cluster/image/* .cache/test-image && find .cache/test-image -name __pycache__ -prune -exec rm -r {} +
 	$(BUILDER) -t localhost/tidemill-stub:1 .cache/test-image
 
 test-cluster: setup  ## Tests against the cluster of KUBECONFIG, whose nodes have the image of test-image
-	$(BIN)/python -m pytest tests/cluster -m cluster
+	$(BIN)/python -m pytest tests/real_cluster -m cluster
 
 minio-image: $(CACHE)/bin/minio  ## Build an image of that MinIO, for the tests on a cluster
 	rm -rf .cache/minio-image && mkdir -p .cache/minio-image
-	cp $(CACHE)/bin/minio tests/cluster/minio/Dockerfile .cache/minio-image
+	cp $(CACHE)/bin/minio tests/real_cluster/minio/Dockerfile .cache/minio-image
 	$(BUILDER) -t localhost/minio:test .cache/minio-image
 
 test-cluster-full: setup  ## The demo in pods, with faults, on the cluster of KUBECONFIG (by hand, up to an hour)
-	$(BIN)/python tests/cluster/full.py
+	$(BIN)/python tests/real_cluster/full.py
 
 clean:  ## Remove what make and the tests made, but no run
 	rm -rf $(VENV) $(PEERS) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

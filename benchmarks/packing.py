@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tidemill.config.training import AlgorithmConfig, TrainerConfig
 from tidemill.records import Group, Prompt, Rollout, VersionSpan
-from tidemill.sections import AlgorithmConfig, TrainerConfig
 from tidemill.train.batch import MicroBatch, micro_batches, stacks, step_denominator
 from tidemill.train.policy import PolicyRank
 from tidemill.train.tree import pack_group

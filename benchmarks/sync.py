@@ -36,10 +36,10 @@ from results.row import Row, write_rows
 from tidemill.protocols import WeightUpdate
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
-from tidemill.sync.mapped_weights import MappedWeights
-from tidemill.sync.outbox import MemoryOutbox
-from tidemill.sync.publisher import WeightPublisher
-from tidemill.sync.receiver import Receiver
+from tidemill.weights.mapped_weights import MappedWeights
+from tidemill.weights.outbox import MemoryOutbox
+from tidemill.weights.publisher import WeightPublisher
+from tidemill.weights.receiver import Receiver
 
 FOLDER = Path("/dev/shm")
 SIDE = 1024  # a tensor has this many rows and columns: 2 MiB

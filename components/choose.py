@@ -30,8 +30,8 @@ def choose(
     Returns:
         JSON: the final summary of the best one, with the model version, or null if the gate refused it.
     """
-    from tidemill.pipeline.request import Request
-    from tidemill.pipeline.sweep import choose as step
+    from tidemill.steps.request import Request
+    from tidemill.steps.sweep import choose as step
 
     asked = Request(config, overrides, run_name, kfp_run)
     return step(asked, results, report.path, page.path, model)

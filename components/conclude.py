@@ -17,6 +17,6 @@ def conclude(config: str, summary: str, evaluation: str, metrics: dsl.Output[dsl
     Returns:
         JSON: name, scores and steps; the store has the settings and the final summary.
     """
-    from tidemill.pipeline.sweep import conclude as step
+    from tidemill.steps.sweep import conclude as step
 
     return step(config, summary, evaluation, metrics.log_metric)

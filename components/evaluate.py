@@ -16,6 +16,6 @@ def evaluate(config: str, summary: str, metrics: dsl.Output[dsl.Metrics]) -> str
     Returns:
         JSON: score, answers, and what was skipped.
     """
-    from tidemill.pipeline.steps import evaluate as step
+    from tidemill.steps.steps import evaluate as step
 
     return step(config, summary, metrics.log_metric)

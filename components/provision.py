@@ -14,6 +14,6 @@ def provision(config: str) -> str:
     Returns:
         JSON: where the store, the model and the Ray cluster are.
     """
-    from tidemill.pipeline.steps import provision as step
+    from tidemill.steps.steps import provision as step
 
     return step(config)

@@ -26,6 +26,6 @@ def register(
     Returns:
         JSON: the final summary, with the model version, or null if the gate refused it.
     """
-    from tidemill.pipeline.steps import register as step
+    from tidemill.steps.steps import register as step
 
     return step(config, summary, evaluation, report.path, page.path, model)

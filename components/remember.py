@@ -12,6 +12,6 @@ def remember(config: str, summary: str) -> None:
         config: the resolved settings as YAML text.
         summary: what `register` returned; it orders the steps.
     """
-    from tidemill.pipeline.renewal import remember as step
+    from tidemill.steps.renewal import remember as step
 
     step(config, summary)

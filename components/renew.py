@@ -39,8 +39,8 @@ def renew(
         The resolved settings as YAML text, and as `Output` what to do: `train` or, without new prompts,
         `wait`.
     """
-    from tidemill.pipeline.renewal import begin_renewal
-    from tidemill.pipeline.request import Request
+    from tidemill.steps.renewal import begin_renewal
+    from tidemill.steps.request import Request
 
     asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
     return begin_renewal(asked, prompts, links.path)

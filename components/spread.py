@@ -36,8 +36,8 @@ def spread(
     Returns:
         The resolved settings of every variant as YAML text.
     """
-    from tidemill.pipeline.request import Request
-    from tidemill.pipeline.sweep import begin_sweep
+    from tidemill.steps.request import Request
+    from tidemill.steps.sweep import begin_sweep
 
     asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
     return begin_sweep(asked, variants, links.path)

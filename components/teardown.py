@@ -15,7 +15,7 @@ def teardown(config: str, overrides: str, run_name: str, kfp_run: str, variants:
         kfp_run: id of the KFP run.
         variants: those of a sweep, "" for a single run.
     """
-    from tidemill.pipeline.ends import end
-    from tidemill.pipeline.request import Request
+    from tidemill.steps.ends import end
+    from tidemill.steps.request import Request
 
     end(Request(config, overrides, run_name, kfp_run), variants)

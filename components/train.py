@@ -16,6 +16,6 @@ def train(config: str, provisioned: str, metrics: dsl.Output[dsl.Metrics]) -> st
     Returns:
         JSON: the summary of the run.
     """
-    from tidemill.pipeline.steps import train as step
+    from tidemill.steps.steps import train as step
 
     return step(config, provisioned, metrics.log_metric)

@@ -34,8 +34,8 @@ def validate(
     Returns:
         The resolved settings as YAML text, every default written out.
     """
-    from tidemill.pipeline.ends import begin
-    from tidemill.pipeline.request import Request
+    from tidemill.steps.ends import begin
+    from tidemill.steps.request import Request
 
     asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
     return begin(asked, links.path)

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from tidemill/sections.py; `--check` only says whether it is current."""
+"""Writes docs/configuration.md from tidemill/config/; `--check` only says whether it is current."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from tidemill.config import fields
+from tidemill.config.run import fields
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """# Configuration
@@ -26,7 +26,7 @@ rate, other engines. What its checkpoints depend on stays as it was, and a chang
 `rewards` (but for `timeout_s`), `algorithm`, `asynchrony`, and `trainer.ppo_mini_batch_size`. Those need a new run.
 Settings that are refused leave `config.yaml` as it was.
 
-This page is generated from `tidemill/sections.py` (`make golden`).
+This page is generated from `tidemill/config/` (`make golden`).
 """
 
 

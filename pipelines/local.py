@@ -65,8 +65,8 @@ def command(words: Sequence[str]) -> int:
 def interrupted(given: Mapping[str, Value]) -> None:
     """End what the runner leaves alone: the step under way with all its processes, and what a teardown gives back."""
     from tidemill.cluster.processes import adopt_orphans, end_descendants
-    from tidemill.pipeline.ends import end
-    from tidemill.pipeline.request import Request
+    from tidemill.steps.ends import end
+    from tidemill.steps.request import Request
 
     adopt_orphans()
     end_descendants(GRACE_S)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from own_time import OwnTime
 
-from tidemill.config import RunConfig
-from tidemill.run_file import load_config
-from tidemill.store.mlflow_server import make_client
+from tidemill.config.reading import load_config
+from tidemill.config.run import RunConfig
+from tidemill.tracking.mlflow_server import make_client
 
+pytest_plugins = ["store_rig", "kuberay_rig"]
 ROOT = Path(__file__).parents[1]
 
 # How long an example takes, or to draw one, depends on how busy the machine is.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.cli import COMMANDS
-from tidemill.command.arguments import parse
+from tidemill.cli.arguments import parse
+from tidemill.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -148,3 +148,11 @@ def number_in_yaml(value: float) -> str:
 def key_in_yaml(key: object) -> str:
     """A key of a mapping, with quotes only where it needs some."""
     return key if isinstance(key, str) and PLAIN.fullmatch(key) else in_yaml(key)
+
+
+PASSING = (RunError, EngineError, StoreError)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may succeed; most errors would only come again."""
+    return isinstance(error, PASSING) and not isinstance(error, StoreRefusedError)

@@ -57,7 +57,7 @@ class WeightUpdate:
 
 
 class Engine(Protocol):
-    """Generates tokens with one version of the policy: `rollout.engine.VllmEngine`."""
+    """Generates tokens with one version of the policy: `inference.engine.VllmEngine`."""
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
         """Sample `sampling.n` completions, in order. An aborted request returns what it has, reason "abort".

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from simulation.world import Taken, World
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.protocols import Sampling
 from tidemill.queue.message_queue import MessageQueue
 from tidemill.records import Completion, Group, Int32Array, Prompt, VersionSpan

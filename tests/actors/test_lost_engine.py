@@ -20,15 +20,15 @@ from tidemill.actors.engine import EngineActor, RemoteEngine, engine_shell
 from tidemill.actors.placement import Place
 from tidemill.actors.queue import start_queue
 from tidemill.actors.rollouter import start_rollouter
-from tidemill.config import RunConfig
+from tidemill.config.asynchrony import SyncConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import EngineLostError
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling
 from tidemill.records import Float32Array, Int32Array
 from tidemill.rollout.fleet import Fleet
-from tidemill.sections import SyncConfig
-from tidemill.sync.outbox import MemoryOutbox
-from tidemill.sync.synchronizer import Synchronizer
+from tidemill.weights.outbox import MemoryOutbox
+from tidemill.weights.synchronizer import Synchronizer
 
 pytestmark = pytest.mark.slow
 CANARY = np.arange(6, dtype=np.int32)
@@ -75,7 +75,7 @@ def local_ray() -> Iterator[None]:
     import ray
 
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "true")  # as `cluster.local` does
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rigs"), os.environ.get("PYTHONPATH", "")]
     here = {"env_vars": {"PYTHONPATH": os.pathsep.join(folders)}}  # where a worker finds the actor's class
     ray.init(
         "local",

@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.actors import placement
 from tidemill.actors.placement import Place, apart, engine_place, pods_ready, rank_place, service_place, shortage
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from tidemill.actors.ranks import CONCURRENCY_GROUPS, RankActor, RemoteRanks
 from tidemill.cluster.local import weights_folder
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import SyncError
 from tidemill.protocols import WeightUpdate
-from tidemill.sync.outbox import Publication
+from tidemill.weights.outbox import Publication
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_model import make_tiny_model, tiny_llama
 
 from tidemill.actors.ranks import RemoteRanks, start_ranks
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.store.server import open_store
 
 pytestmark = pytest.mark.slow

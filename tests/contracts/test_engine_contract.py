@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from tidemill.config.rollout import RolloutConfig
 from tidemill.errors import SyncError, TidemillError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Engine, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion
-from tidemill.sections import RolloutConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = np.arange(3, 13, dtype=np.int32)
@@ -55,7 +55,7 @@ def fake_case() -> Case:
 async def vllm_case(folder: Path) -> Case:
     from tiny_model import make_tiny_model, write_weights
 
-    from tidemill.rollout.engine import VllmEngine
+    from tidemill.inference.engine import VllmEngine
 
     rollout = RolloutConfig(max_new_tokens=BUDGET, group_size=4, threads=1, dtype="float32")
     engine = VllmEngine(str(make_tiny_model(folder / "model", 0)), rollout, 32, 0, "shared_memory")

@@ -13,7 +13,7 @@ from kustomize_rig import K8S, ROOT, kustomization
 
 import tidemill
 from components import IMAGE
-from tidemill.sections import KubernetesConfig
+from tidemill.config.kubernetes import KubernetesConfig
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

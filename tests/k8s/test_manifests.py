@@ -29,7 +29,7 @@ from kustomize_rig import (
     rendered,
 )
 
-from tidemill.sections import KubernetesConfig
+from tidemill.config.kubernetes import KubernetesConfig
 
 KUBERNETES = "1.34"
 OWN_KINDS = ("kueue.x-k8s.io/",)  # groups that Kubernetes' own schemas do not have

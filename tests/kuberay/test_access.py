@@ -7,7 +7,7 @@ import pytest
 import yaml
 from manifest_rig import ROOT, on_kubernetes
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import ClusterError, ConfigError
 from tidemill.kuberay.access import LOGS, PERMISSIONS, check_access
 from tidemill.kuberay.cluster import NODES, RAY_JOBS, SECRETS, WORKFLOWS, Kind

@@ -270,7 +270,7 @@ def driver_ended(code: int) -> dict[str, Any]:
     words = (
         f"Job entrypoint command failed with exit code {code}, last available logs (truncated to 20,000 chars):\n"
         "2027-01-15 07:59:00,700\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
-        "Running entrypoint for job run-a1-x: python3 -m tidemill.job\nSignatureDoesNotMatch: check the keys\n"
+        "Running entrypoint for job run-a1-x: python3 -m tidemill.driver.job\nSignatureDoesNotMatch: check the keys\n"
     )
     return job("Failed", "FAILED", reason="AppFailed", message=words)
 

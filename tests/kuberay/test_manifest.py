@@ -9,10 +9,10 @@ import pytest
 import yaml
 from manifest_rig import GOLDEN, LARGE, ROOT, Tree, cluster, container, group, large_run, on_kubernetes, templates
 
+from tidemill.config.names import API_SERVER_LABEL, job_name, selector
+from tidemill.config.reading import parse_config
 from tidemill.errors import ConfigError
 from tidemill.kuberay.manifest import LONGEST_VALUE, RAY_VERSION, ray_job
-from tidemill.kuberay.names import API_SERVER_LABEL, job_name, selector
-from tidemill.run_file import parse_config
 
 
 def variables(template: Tree) -> dict[str, str]:
@@ -160,7 +160,7 @@ def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint() -> None:
     for role, template in templates(ray_job(on_kubernetes(), 1)).items():
         hook = container(template).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
         grace = template["spec"].get("terminationGracePeriodSeconds")
-        waits = (hook[-1:], grace) == (["tidemill.kuberay.farewell"], 120)
+        waits = (hook[-1:], grace) == (["tidemill.kuberay.pre_stop"], 120)
         assert waits == (role in ("head", "trainer"))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from kuberay_rig import Rig
 
+from tidemill.config.names import HEARTBEAT
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS
 from tidemill.kuberay.kinds import OwnerReference
-from tidemill.kuberay.names import HEARTBEAT
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.reap import KEPT_S, reap, sweep
 

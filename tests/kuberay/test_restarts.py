@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from kuberay_rig import Killed, Rig, holds_on, killed, with_kubernetes
 
+from tidemill.driver.failure import Failure
 from tidemill.errors import ClusterError, DataError, EngineError, RewardError, RunError, TidemillError
-from tidemill.failure import Failure
 from tidemill.kuberay.cluster import RAY_JOBS
 from tidemill.kuberay.release import release_run
 

@@ -10,9 +10,9 @@ import pytest
 from manifest_rig import LARGE, ROOT, Tree, cluster, group, large_run, on_kubernetes, templates
 
 from tidemill.errors import ConfigError
-from tidemill.kuberay.condense import FILE, closed, condense, shared
 from tidemill.kuberay.manifest import ray_job
 from tidemill.kuberay.schema import check
+from tidemill.kuberay.schema_maker import FILE, closed, condense, shared
 
 Change = Callable[[Tree], object]
 TRAINER = "spec.rayClusterSpec.workerGroupSpecs[0]"

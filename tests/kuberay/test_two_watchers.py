@@ -6,8 +6,8 @@ import pytest
 from kuberay_rig import Rig, holds_on
 
 from tidemill.errors import ClusterError, RunError
-from tidemill.kuberay.board import FAILED
 from tidemill.kuberay.cluster import RAY_JOBS
+from tidemill.kuberay.run_status import FAILED
 from tidemill.store.attempt import Attempt
 
 

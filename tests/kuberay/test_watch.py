@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from kuberay_rig import Killed, Rig, killed, with_kubernetes
 
+from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL
 from tidemill.errors import ClusterError, ConfigError, RunError, StoreError
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS
 from tidemill.kuberay.kinds import OwnerReference
-from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL
 from tidemill.kuberay.owner import Owner
 from tidemill.observe.events import read_events
 from tidemill.store.object_store import ListedObject, ObjectStore

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tidemill.cli import main
+from tidemill.cli.main import main
 from tidemill.errors import DataError
 from tidemill.observe.events import Activity, EventLog, Notice, StepFinished
 from tidemill.observe.timeline import (

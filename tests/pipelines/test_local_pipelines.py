@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from pipeline_rig import Rig
 
-from tidemill.config import RunConfig
+from tidemill.config.reading import load_config
+from tidemill.config.run import RunConfig
 from tidemill.observe.report import Summary
-from tidemill.run_file import load_config
-from tidemill.store.mlflow_server import make_client, tracking_uri
-from tidemill.store.registry import champion_version, last_prompts, model_version
+from tidemill.tracking.mlflow_server import make_client, tracking_uri
+from tidemill.tracking.registry import champion_version, last_prompts, model_version
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,9 +18,9 @@ from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec, PlatformSpec
 from tidemill_pipelines import tasks as pods
 
 import tidemill
-from tidemill.cli import main
-from tidemill.command.arguments import PIPELINES
-from tidemill.sections import KubernetesConfig
+from tidemill.cli.arguments import PIPELINES
+from tidemill.cli.main import main
+from tidemill.config.kubernetes import KubernetesConfig
 
 ROOT = Path(__file__).parents[2]
 COMPILED = ROOT / "pipelines/compiled"

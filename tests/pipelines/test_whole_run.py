@@ -17,12 +17,12 @@ import pytest
 import yaml
 from tiny_model import make_tiny_model
 
-from tidemill.config import RunConfig
+from tidemill.config.reading import load_config
+from tidemill.config.run import RunConfig
 from tidemill.observe.events import EvaluationFinished, Notice, StepFinished, read_events
 from tidemill.observe.report import Summary
-from tidemill.run_file import load_config
 from tidemill.store.checkpoint import open_checkpoints
-from tidemill.store.mlflow_server import make_client, tracking_uri
+from tidemill.tracking.mlflow_server import make_client, tracking_uri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.filterwarnings("default")]
 STEPS, BATCH, EVERY = 30, 4, 2
@@ -78,7 +78,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def tidemill(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tidemill.cli", *arguments]
+    command = [sys.executable, "-m", "tidemill.cli.main", *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

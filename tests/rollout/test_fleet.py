@@ -24,7 +24,7 @@ from tidemill.rollout import fleet as fleet_module
 from tidemill.rollout import rollouter as rollouter_module
 from tidemill.rollout.elasticity import VERSIONS, Elasticity
 from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop, Suspects
-from tidemill.rollout.flights import Flight
+from tidemill.rollout.in_flight import Flight
 from tidemill.rollout.ledger import Ledger
 
 pytestmark = pytest.mark.own_time

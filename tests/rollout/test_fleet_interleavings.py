@@ -22,9 +22,9 @@ from tidemill.rollout import fleet as fleet_module
 from tidemill.rollout.elasticity import VERSIONS, Elasticity
 from tidemill.task_group import task_group
 from tidemill.train.batch import MicroBatch
+from tidemill.train.evaluation import Mode, Validation
 from tidemill.train.stop import Stop
 from tidemill.train.trainer import Metrics, Position, Trainer
-from tidemill.train.validation import Mode, Validation
 
 pytestmark = pytest.mark.own_time
 DEADLINE_S = 200.0

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from rollout_rig import CharTokenizer
 
+from tidemill.config.data import DataConfig
 from tidemill.errors import ConfigError, DataError
 from tidemill.rollout.prompts import PromptSet, check_same_data, data_digests
-from tidemill.sections import DataConfig
 
 ROWS = [{"prompt": f"question {n}", "answer": n, "level": n % 2} for n in range(7)]
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from tidemill.actors.rollouter import reward_workers
+from tidemill.config.data import RewardConfig
 from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Prompt
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rewards import Response
-from tidemill.sections import RewardConfig
 
 DEADLINE_S = 120.0
 ATTEMPTS = 50  # at an answer within a deadline that is short, so that what hangs meets it soon
@@ -208,7 +208,7 @@ async def test_close_leaves_no_process_and_refuses_calls(pool: Callable[..., Any
 PARENT = """
 import asyncio, os
 import numpy
-from tidemill.sections import RewardConfig
+from tidemill.config.data import RewardConfig
 from tidemill.records import Prompt
 from tidemill.rollout.reward_pool import RewardPool
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tidemill.config.data import DataConfig
 from tidemill.errors import RewardError
 from tidemill.rollout.rewards import BUILT_IN, Response, as_parts, overlong, resolve
 from tidemill.rollout.sources import load_rows
-from tidemill.sections import DataConfig
 
 
 def reward(name: str, response: str, answer: str | None, **extra: Any) -> float:

@@ -15,7 +15,7 @@ from tidemill.errors import DataError, EngineCrashedError, EngineError, RewardEr
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
-from tidemill.rollout import flights
+from tidemill.rollout import in_flight as flights
 from tidemill.rollout import rollouter as rollouter_module
 from tidemill.rollout.rewards import Response
 

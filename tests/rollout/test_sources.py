@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tidemill.config.data import DataConfig
 from tidemill.errors import ConfigError, DataError
 from tidemill.rollout.sources import Row, load_rows
-from tidemill.sections import DataConfig
 
 
 def load(source: object, **config: Any) -> list[Row]:

@@ -15,7 +15,7 @@ from rollout_rig import Rig, run_config
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Delivery
 from tidemill.records import Int32Array
-from tidemill.rollout import flights
+from tidemill.rollout import in_flight as flights
 from tidemill.rollout.staleness import StalenessPolicy
 
 pytestmark = pytest.mark.own_time

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rollout_rig import CharTokenizer
 
+from tidemill.config.data import DataConfig
 from tidemill.rollout.prompts import PromptSet, columns_of
 from tidemill.rollout.reward_worker import Call, score
 from tidemill.rollout.rewards import Response
-from tidemill.sections import DataConfig
 
 PAGE = Path(__file__).parents[2] / "docs/from_verl.md"
 THEIRS = """

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import CheckpointError, StoreError
 from tidemill.store.checkpoint import Checkpoints, Manifest, open_checkpoints
 from tidemill.store.object_store import ObjectStore, StoredObject

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tidemill.actors.ranks import RankActor
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import CheckpointError, RunError, StoreError
 from tidemill.store.checkpoint import Checkpoints
+from tidemill.store.conditional_put import Record
 from tidemill.store.lease import Claim, Fence, lease_key, leased, next_claim, remove_lease, reserve
 from tidemill.store.object_store import ObjectStore, StoredObject
-from tidemill.store.record import Record
 
 
 def fence(store: ObjectStore, attempt: int) -> Fence:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from urllib3.exceptions import MaxRetryError, ProtocolError, ReadTimeoutError
 
+from tidemill.config.asynchrony import SyncConfig
 from tidemill.errors import ConfigError, StoreError
-from tidemill.sections import SyncConfig
 from tidemill.store import object_store
 from tidemill.store.object_store import READ_TIMEOUT_S, ObjectStore, credentials, make_client, parse_uri
 

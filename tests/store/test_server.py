@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tidemill.config.storage import StoreConfig
 from tidemill.errors import ConfigError, StoreError
-from tidemill.sections import StoreConfig
-from tidemill.store import weed as weed_module
+from tidemill.store import seaweedfs as weed_module
 from tidemill.store.object_store import ObjectStore
+from tidemill.store.seaweedfs import ServerInfo, choose_ports, find_server, log_tail, ports_free
 from tidemill.store.server import embedded_store, open_store, start_server, stop_server
-from tidemill.store.weed import ServerInfo, choose_ports, find_server, log_tail, ports_free
 
 OTHER_PROCESS = """
 import sys

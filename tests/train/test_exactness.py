@@ -16,11 +16,11 @@ from rollout_rig import LengthReward, Rig, decode, run_config
 from train_rig import make_rank, save_llama
 
 from tidemill.actors.ranks import RankActor
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Group
-from tidemill.rollout.flights import group_seed
+from tidemill.rollout.in_flight import group_seed
 from tidemill.rollout.producer import make_group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import micro_batches, step_denominator

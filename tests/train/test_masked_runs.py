@@ -17,7 +17,7 @@ from loop_rig import Loop
 from own_time import OwnTime
 from rollout_rig import LengthReward, Rig, run_config
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import WeightUpdate
 from tidemill.records import Group, Prompt, Rollout

@@ -28,9 +28,9 @@ from train_rig import (
     random_groups,
 )
 
+from tidemill.config.training import AlgorithmConfig
 from tidemill.fakes import FakeEngine
 from tidemill.records import Float32Array, Group, Int32Array, Rollout, VersionSpan
-from tidemill.sections import AlgorithmConfig
 from tidemill.train.batch import step_denominator
 from tidemill.train.masking import mask_stale
 from tidemill.train.policy import PolicyRank

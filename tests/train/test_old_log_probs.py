@@ -14,9 +14,9 @@ from copies import Copies
 from torch import Tensor
 from train_rig import batches_of, make_rank, plain_log_probs, random_advantages, random_groups
 
+from tidemill.config.training import AlgorithmConfig
 from tidemill.observe.timings import Timings
 from tidemill.records import Group, Rollout, VersionSpan
-from tidemill.sections import AlgorithmConfig
 from tidemill.train.batch import MicroBatch, step_denominator
 from tidemill.train.policy import PolicyRank
 from tidemill.train.trainer import renamed, together

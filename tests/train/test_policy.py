@@ -19,9 +19,9 @@ from train_rig import (
     save_llama,
 )
 
+from tidemill.config.training import AlgorithmConfig
 from tidemill.errors import RunError
 from tidemill.records import Float32Array, Group
-from tidemill.sections import AlgorithmConfig
 from tidemill.train.batch import MicroBatch, step_denominator
 from tidemill.train.losses import kl_penalty, ppo_clip
 from tidemill.train.policy import PolicyRank

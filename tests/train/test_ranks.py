@@ -17,8 +17,8 @@ from free_port import free_port
 from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
 
+from tidemill.config.training import AlgorithmConfig
 from tidemill.records import Float32Array, Group
-from tidemill.sections import AlgorithmConfig
 from tidemill.train.batch import step_denominator
 from tidemill.train.policy import PolicyRank
 from tidemill.train.tensor_file import write_tensors
@@ -119,7 +119,9 @@ def run_two(folder: Path, name: str) -> list[dict]:
     found = "import sys; sys.path.append('..'); from test_ranks import train_rank as t"
     code = f"{found}; t(*sys.argv[1:3], *map(int, sys.argv[3:]))"
     argv = [sys.executable, "-c", code, str(folder), name]
-    processes = [subprocess.Popen([*argv, str(r), "2", str(port)], cwd=Path(__file__).parent) for r in range(2)]
+    processes = [
+        subprocess.Popen([*argv, str(r), "2", str(port)], cwd=Path(__file__).parents[1] / "rigs") for r in range(2)
+    ]
     try:
         assert [process.wait(timeout=DEADLINE_S) for process in processes] == [0, 0]
     finally:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rollout_rig import LengthReward, Rig, run_config
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.observe.timings import Timings

@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.cli import main
-from tidemill.config import RunConfig, fields
+from tidemill.cli.main import main
+from tidemill.config.reading import parse_config
+from tidemill.config.run import RunConfig, fields
 from tidemill.errors import ConfigError
-from tidemill.run_file import parse_config
 from tidemill.verl.convert import convert
 from tidemill.verl.rule import Becomes, LeftOut, Never, Only, Part
 from tidemill.verl.rules import DEFAULTS, PREFIXES, RULES, rule_of

@@ -14,20 +14,20 @@ import ray
 from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
 from tidemill.actors.placement import Place, engine_place
 from tidemill.cluster.local import weights_folder
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import EngineError, EngineLostError, TidemillError
+from tidemill.models.locate import model_here
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
-from tidemill.store.locate import model_here
 from tidemill.store.server import open_store
-from tidemill.sync.receiver import Receiver
+from tidemill.weights.receiver import Receiver
 
 ORDERLY_END_S = 30.0
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from tidemill.rollout.engine import VllmEngine
+    from tidemill.inference.engine import VllmEngine
 
 
 class EngineActor:
@@ -35,7 +35,7 @@ class EngineActor:
 
     Args:
         config: of the run.
-        model_path: folder of the model; None has it brought to this pod, see `store.locate.model_here`.
+        model_path: folder of the model; None has it brought to this pod, see `models.locate.model_here`.
         index: of the engine.
     """
 
@@ -47,7 +47,7 @@ class EngineActor:
 
     async def start(self) -> None:
         """Load the model; returns when the first request can come."""
-        from tidemill.rollout.engine import VllmEngine
+        from tidemill.inference.engine import VllmEngine
 
         config = self.config
         path = self.model_path or str((await asyncio.to_thread(model_here, config)).path)
@@ -185,7 +185,7 @@ class RemoteEngine:
 
 def start_engine(config: RunConfig, model_path: str | None, index: int) -> RemoteEngine:
     """Place one engine; its model loads when `start` of the actor is called."""
-    from tidemill.rollout.engine import engine_environment
+    from tidemill.inference.engine import engine_environment
 
     place = engine_place(config)
     environment = engine_environment(config.rollout, place.gpus)

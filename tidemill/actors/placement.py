@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.cluster.local import cluster_resources
-from tidemill.config import RunConfig
+from tidemill.config.names import ROLLOUT_RESOURCE, SERVICE_RESOURCE, TRAINER_RESOURCE
+from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError
-from tidemill.kuberay.names import ROLLOUT_RESOURCE, SERVICE_RESOURCE, TRAINER_RESOURCE
 
 POLL_S = 2.0
 

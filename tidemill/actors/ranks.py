@@ -17,19 +17,19 @@ import ray
 from tidemill.actors.call import IO, WEIGHTS, call
 from tidemill.actors.placement import rank_place
 from tidemill.cluster.local import weights_folder
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
+from tidemill.models.locate import model_here
 from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.store.checkpoint import Checkpoints, open_checkpoints, restored_folder, staging_folder
+from tidemill.store.download_once import bring_once, forget
 from tidemill.store.lease import Claim, Fence
-from tidemill.store.locate import model_here
 from tidemill.store.object_store import ObjectStore
-from tidemill.store.once import bring_once, forget
 from tidemill.store.server import open_store
-from tidemill.sync.manifest import weights_prefix
-from tidemill.sync.outbox import Publication, check_room, room_in
-from tidemill.sync.publisher import WeightPublisher
 from tidemill.train.batch import MicroBatch
+from tidemill.weights.manifest import weights_prefix
+from tidemill.weights.outbox import Publication, check_room, room_in
+from tidemill.weights.publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from tidemill.train.policy import PolicyRank
@@ -44,7 +44,7 @@ class RankActor:
 
     Args:
         config: of the run.
-        model_path: folder of the model; None has it brought to this pod, see `store.locate.model_here`.
+        model_path: folder of the model; None has it brought to this pod, see `models.locate.model_here`.
         rank: of this process.
         claim: to the lease without which nothing is written to the store; None needs none.
     """
@@ -90,7 +90,7 @@ class RankActor:
 
     def export(self, path: str) -> int:
         """Write the weights for the engines, in the engines' precision; returns the bytes. See `PolicyRank.export`."""
-        from tidemill.train.precision import compute_dtype
+        from tidemill.models.precision import compute_dtype
 
         dtype = compute_dtype(self.config.rollout.dtype, self.policy.device)
         return self.policy.export(path, dtype)
@@ -108,7 +108,7 @@ class RankActor:
 
     @ray.method(concurrency_group=WEIGHTS)
     def upload_weights(self, version: int) -> Publication:
-        """Upload what was written last as `version`, see `sync.publisher`."""
+        """Upload what was written last as `version`, see `weights.publisher`."""
         timings = Timings()
         with timings.phase("sync_upload"), self.store() as store:
             self.check_lease(store)

@@ -14,7 +14,8 @@ import ray
 from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
 from tidemill.actors.engine import RemoteEngine
 from tidemill.actors.placement import service_place
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
+from tidemill.models.locate import Locator, model_here
 from tidemill.protocols import Engine, Evaluation, Loads
 from tidemill.records import Int32Array
 from tidemill.rollout.ledger import Ledger
@@ -28,7 +29,6 @@ from tidemill.rollout.prompts import (
 )
 from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rollouter import Rollouter
-from tidemill.store.locate import Locator, model_here
 
 MAX_REWARD_WORKERS = 32
 

@@ -9,7 +9,7 @@ import ray
 
 from tidemill.actors.call import call
 from tidemill.actors.placement import engine_place
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.protocols import Evaluation
 
 NAME = "the engine that scores the exported model"
@@ -26,8 +26,8 @@ class ScorerActor:
 
     async def score(self, model: str) -> Evaluation:
         """Bring the model to this pod and answer the held-out prompts; see `scoring.answer_held_out`."""
+        from tidemill.models.locate import Locator
         from tidemill.rollout.scoring import answer_held_out
-        from tidemill.store.locate import Locator
 
         with TemporaryDirectory(prefix="tidemill-model-") as folder:
             return await answer_held_out(self.config, Locator.of(self.config).bring(model, Path(folder)).path)
@@ -43,7 +43,7 @@ async def score_remotely(config: RunConfig, model: str) -> Evaluation:
     Raises:
         TidemillError: the engine, a reward function or the data fails.
     """
-    from tidemill.rollout.engine import engine_environment
+    from tidemill.inference.engine import engine_environment
 
     place = engine_place(config)
     options = place.options(engine_environment(config.rollout, place.gpus))

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from tidemill.config import RunConfig
+from tidemill.config.kubernetes import RANKS_PER_POD
+from tidemill.config.run import RunConfig
 from tidemill.errors import ClusterError, ConfigError
 from tidemill.kuberay.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, RAY_JOBS, SECRETS, Kind, Object, labels_of
 from tidemill.kuberay.kinds import Labels
 from tidemill.kuberay.manifest import ray_job
 from tidemill.kuberay.pods import GPU_PRODUCT, STORE_KEYS, node_labels
 from tidemill.kuberay.schema import check
-from tidemill.sections import RANKS_PER_POD
 
 LOGS = Kind("", "v1", "pods/log")
 PERMISSIONS: tuple[tuple[Kind, tuple[str, ...]], ...] = (

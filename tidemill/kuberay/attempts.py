@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from tidemill.config import RunConfig
+from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, attempt_of, job_name, selector
+from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, labels_of, name_of
 from tidemill.kuberay.manifest import ray_job
-from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, attempt_of, job_name, selector
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.schema import check
 from tidemill.kuberay.state import seconds

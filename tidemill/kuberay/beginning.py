@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tidemill.errors import ClusterError
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
-from tidemill.kuberay.board import Board
+from tidemill.kuberay.run_status import Board
 
 
 @dataclass(frozen=True, slots=True)

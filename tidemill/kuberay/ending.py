@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.config.names import attempt_of, job_name, selector
+from tidemill.driver.failure import Failure
 from tidemill.errors import ClusterError, RunError, StoreError, TidemillError
-from tidemill.failure import Failure
 from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.cluster import PODS, labels_of, name_of
-from tidemill.kuberay.names import attempt_of, job_name, selector
 from tidemill.kuberay.state import NODE_TYPE, JobState, Phase
 from tidemill.observe.report import Summary
 from tidemill.store.attempt import Attempt

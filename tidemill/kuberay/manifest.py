@@ -14,7 +14,19 @@ from typing import Any
 
 import yaml
 
-from tidemill.config import RunConfig
+from tidemill.config.kubernetes import RANKS_PER_POD, RolloutPod, TrainerPod
+from tidemill.config.names import (
+    ATTEMPT_LABEL,
+    KFP_RUN_LABEL,
+    PART_OF,
+    ROLLOUT_RESOURCE,
+    RUN_LABEL,
+    SERVICE_RESOURCE,
+    TIDEMILL,
+    TRAINER_RESOURCE,
+    job_name,
+)
+from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.kuberay.kinds import (
     AutoscalerOptions,
@@ -29,17 +41,6 @@ from tidemill.kuberay.kinds import (
     SubmitterConfig,
     WorkerGroup,
 )
-from tidemill.kuberay.names import (
-    ATTEMPT_LABEL,
-    KFP_RUN_LABEL,
-    PART_OF,
-    ROLLOUT_RESOURCE,
-    RUN_LABEL,
-    SERVICE_RESOURCE,
-    TIDEMILL,
-    TRAINER_RESOURCE,
-    job_name,
-)
 from tidemill.kuberay.pods import (
     RUNS,
     TOKEN,
@@ -48,11 +49,10 @@ from tidemill.kuberay.pods import (
     submitter_template,
     trainer_template,
 )
-from tidemill.sections import RANKS_PER_POD, RolloutPod, TrainerPod
 
 RAY_VERSION = "2.60.0"
 """Ray of the image and of whoever talks to it."""
-ENTRYPOINT = "python3 -m tidemill.job"
+ENTRYPOINT = "python3 -m tidemill.driver.job"
 SERVICES = 1000
 """Queue, rollouter and the like that trainer pods have room for: as good as any number."""
 WATCHER_FIRST_S = 60

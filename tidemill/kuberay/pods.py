@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from tidemill.config import RunConfig
+from tidemill.config.kubernetes import HeadPod, RolloutPod, TrainerPod
+from tidemill.config.names import API_SERVER_LABEL
+from tidemill.config.run import RunConfig
 from tidemill.kuberay.kinds import (
     Container,
     EmptyDir,
@@ -32,9 +34,7 @@ from tidemill.kuberay.kinds import (
     Volume,
     VolumeMount,
 )
-from tidemill.kuberay.names import API_SERVER_LABEL
 from tidemill.kuberay.submitter import COMMAND, JOB
-from tidemill.sections import HeadPod, RolloutPod, TrainerPod
 
 USER = 1000
 WORK = "/work"
@@ -66,7 +66,7 @@ WORKING = VolumeMount(name="work", mount_path=WORK)
 SHARED_MEMORY = VolumeMount(name="shared-memory", mount_path="/dev/shm")
 TOKEN = VolumeMount(name="token", mount_path="/var/run/secrets/kubernetes.io/serviceaccount", read_only=True)
 TOKEN_SECONDS = 3600
-FAREWELL = ["python3", "-m", "tidemill.kuberay.farewell"]
+FAREWELL = ["python3", "-m", "tidemill.kuberay.pre_stop"]
 HEAD_SHARED_MEMORY_GIB = 1
 SUBMITTER = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "256Mi"})
 PORTS = [Port(name="gcs-server", container_port=6379), Port(name="dashboard", container_port=8265)]

@@ -8,17 +8,17 @@ from typing import Any
 
 from rich.console import Console
 
-from tidemill.config import RunConfig
+from tidemill.config.names import job_name
+from tidemill.config.run import RunConfig
 from tidemill.errors import TidemillError
 from tidemill.kuberay import budget
 from tidemill.kuberay.access import check_access
 from tidemill.kuberay.attempts import Attempts, WallClock
-from tidemill.kuberay.board import Board
 from tidemill.kuberay.client import KubernetesCluster
 from tidemill.kuberay.mirror import Screen
-from tidemill.kuberay.names import job_name
 from tidemill.kuberay.owner import Owner, this_kfp_run
 from tidemill.kuberay.release import release_run
+from tidemill.kuberay.run_status import Board
 from tidemill.kuberay.watch import Watcher
 from tidemill.observe.events import EventLog
 from tidemill.observe.progress import Progress

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.attempts import ended_at, has_ended
 from tidemill.kuberay.cluster import (
@@ -21,7 +22,6 @@ from tidemill.kuberay.cluster import (
     labels_of,
     name_of,
 )
-from tidemill.kuberay.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.kuberay.state import seconds
 from tidemill.observe.excerpt import counted
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from tidemill.config.names import KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.kuberay.attempts import Clock, WallClock, patiently, wait_until_none
-from tidemill.kuberay.board import close
 from tidemill.kuberay.cluster import RAY_JOBS, Cluster, Object, labels_of, name_of
-from tidemill.kuberay.names import KFP_RUN_LABEL, RUN_LABEL, selector
+from tidemill.kuberay.run_status import close
 
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """What a pod of a cluster finds its namespace in."""

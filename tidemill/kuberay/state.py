@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from tidemill.failure import HOPELESS
+from tidemill.driver.failure import HOPELESS
 from tidemill.kuberay.cluster import Object, labels_of, name_of
 from tidemill.kuberay.driver_log import end_of_driver
 

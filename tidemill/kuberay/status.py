@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tidemill.kuberay.board import ENDED
+from tidemill.config.names import HEARTBEAT, RUN_LABEL, attempt_of, selector
 from tidemill.kuberay.budget import gpus_of, holding
 from tidemill.kuberay.cluster import (
     CONFIG_MAPS,
@@ -17,7 +17,7 @@ from tidemill.kuberay.cluster import (
     annotations_of,
     labels_of,
 )
-from tidemill.kuberay.names import HEARTBEAT, RUN_LABEL, attempt_of, selector
+from tidemill.kuberay.run_status import ENDED
 from tidemill.kuberay.state import JobState, Phase, assess
 from tidemill.observe.excerpt import counted
 from tidemill.observe.links import DASHBOARD, STOP

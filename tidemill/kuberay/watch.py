@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tidemill.config import RunConfig
+from tidemill.config.names import HEARTBEAT, STOP, attempt_of, job_name, selector
+from tidemill.config.run import RunConfig
 from tidemill.errors import RunError, StoreError, TidemillError
-from tidemill.failure import OUTAGE_S
 from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts, ended_at
 from tidemill.kuberay.beginning import Beginning
-from tidemill.kuberay.board import FAILED, Board
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of
 from tidemill.kuberay.ending import Ending
 from tidemill.kuberay.mirror import Mirror, Screen
-from tidemill.kuberay.names import HEARTBEAT, STOP, attempt_of, job_name, selector
+from tidemill.kuberay.run_status import FAILED, Board
 from tidemill.kuberay.state import JobState, Phase, assess, seconds
 from tidemill.observe.events import Notice, PhaseStarted
 from tidemill.observe.links import cluster_rows
 from tidemill.observe.report import Summary
+from tidemill.retry import OUTAGE_S
 from tidemill.store.attempt import Attempt
 from tidemill.store.object_store import ObjectStore
 

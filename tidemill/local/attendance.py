@@ -13,17 +13,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tidemill.chatter import diverted
 from tidemill.cluster.processes import adopt_orphans
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.launch import INTERRUPTED, clean_up
 from tidemill.local.outcome import program, say, say_full, say_interrupted, say_started, show, shown
 from tidemill.local.run_folder import begin, exclusive
 from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
+from tidemill.observe.redirection import diverted
 from tidemill.observe.report import Summary
-from tidemill.pipeline.preflight import (
+from tidemill.steps.preflight import (
     check_cluster,
     check_inputs,
     check_model,

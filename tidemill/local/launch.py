@@ -22,23 +22,23 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from tidemill.cluster.processes import adopt_orphans, collect_orphans, end_descendants
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
+from tidemill.driver.failure import Failure
 from tidemill.errors import DataError, RunError
-from tidemill.failure import Failure
 from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say, say_interrupted, say_started
 from tidemill.local.run_folder import begin, exclusive, forget, fresh, holder
+from tidemill.models.locate import pin_model
 from tidemill.observe.events import past_events
 from tidemill.observe.progress import show_events
-from tidemill.pipeline.lock import label
-from tidemill.pipeline.preflight import check_restart
-from tidemill.pipeline.settings_file import FILE
-from tidemill.pipeline.steps import teardown
+from tidemill.steps.lock import label
+from tidemill.steps.preflight import check_restart
+from tidemill.steps.settings_file import FILE
+from tidemill.steps.steps import teardown
 from tidemill.store.inputs import ship
-from tidemill.store.locate import pin_model
+from tidemill.store.seaweedfs import find_server
 from tidemill.store.server import store_folder
-from tidemill.store.tracking import end_killed
-from tidemill.store.weed import find_server
+from tidemill.tracking.tracker import end_killed
 
 RUNNER, PIPELINE = "tidemill_pipelines.local", "post_training"
 GRACE_S = 10.0

@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
+from tidemill.driver.failure import Failure
 from tidemill.errors import DataError
-from tidemill.failure import Failure
 from tidemill.observe.report import Summary, render
-from tidemill.pipeline.preflight import nearest_folder
-from tidemill.store.mlflow_server import SERVERS
+from tidemill.steps.preflight import nearest_folder
+from tidemill.tracking.mlflow_server import SERVERS
 
 SHORT = 100  # characters of a prompt that a person may want to copy
 FULL_BYTES = 2**28  # so little is left of a disk that is full but for what a failed step gave back
@@ -131,7 +131,7 @@ def program() -> str:
     """How this program was called, in the shortest form that works again."""
     called = Path(sys.argv[0])
     if called.suffix == ".py":
-        return f"{shown(Path(sys.executable))} -m tidemill.cli"
+        return f"{shown(Path(sys.executable))} -m tidemill.cli.main"
     found = shutil.which("tidemill")
     return "tidemill" if found and called.exists() and Path(found).samefile(called) else str(shown(called))
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import yaml
 
-from tidemill.config import RunConfig
+from tidemill.config.reading import load_config, parse_config
+from tidemill.config.run import RunConfig
+from tidemill.driver.failure import Failure
 from tidemill.errors import ConfigError, RunError
-from tidemill.failure import Failure
-from tidemill.pipeline.lock import held, label
-from tidemill.pipeline.settings_file import FILE, keep
-from tidemill.run_file import load_config, parse_config
+from tidemill.steps.lock import held, label
+from tidemill.steps.settings_file import FILE, keep
 from tidemill.store.checkpoint import take_name
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from tidemill.config import RunConfig
-from tidemill.kuberay.names import RUN_LABEL
+from tidemill.config.names import RUN_LABEL
+from tidemill.config.run import RunConfig
 
 DASHBOARD_PORT = 8265
 DASHBOARD, STOP = "Ray dashboard", "End it"

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import takewhile
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
 from tidemill.rollout.deferral import Deferral
 from tidemill.rollout.ledger import Ledger

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 
 # Responses vary, and may grow in training. A group that turns out too long is generated in vain; but where too much is
 # put off, the next version begins with more than can start early.

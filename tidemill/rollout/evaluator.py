@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import (
     ConfigError,
     EngineCrashedError,
@@ -22,7 +22,7 @@ from tidemill.protocols import Answer, Evaluation, Sampling
 from tidemill.records import Completion, Prompt
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import HeldOutSuspects
-from tidemill.rollout.flights import Decode, Scorer, abort_request
+from tidemill.rollout.in_flight import Decode, Scorer, abort_request
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rewards import Response
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from tidemill.errors import DataError, EngineError, RewardError, RunError, TidemillError
 from tidemill.rollout.activity import Clock
-from tidemill.rollout.flights import Flight
+from tidemill.rollout.in_flight import Flight
 from tidemill.rollout.ledger import Ledger
 
 LOG = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from tidemill.errors import EngineError, RunError, StoreError, TidemillError
 from tidemill.protocols import Engine, PauseMode
 from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.failures import LOSSES, CrashLoop
-from tidemill.sync.synchronizer import Synchronizer
 from tidemill.task_group import task_group
+from tidemill.weights.synchronizer import Synchronizer
 
 PROBE_S = 2.0  # between two looks at an engine
 PROBE_TIMEOUT_S = 60.0  # an engine that does not answer by then is stuck

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.config.rollout import RolloutConfig
 from tidemill.errors import ConfigError
+from tidemill.inference.engine import VllmEngine
+from tidemill.models.resolve import context_of
 from tidemill.protocols import Sampling
 from tidemill.records import Completion, Int32Array
-from tidemill.rollout.engine import VllmEngine
 from tidemill.rollout.prompts import as_messages, encode
-from tidemill.sections import RolloutConfig
-from tidemill.store.models import context_of
 
 
 def generate_text(

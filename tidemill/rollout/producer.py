@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import EngineError, EngineLostError, RewardError, RewardTimeoutError
 from tidemill.protocols import Engine, Sampling
 from tidemill.records import Completion, Group, Prompt, Rollout
 from tidemill.rollout.activity import Clock, IdleMeter
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import FlightFailure
-from tidemill.rollout.flights import Decode, Flight, Scorer, give_up, group_seed, tokens_of
+from tidemill.rollout.in_flight import Decode, Flight, Scorer, give_up, group_seed, tokens_of
 from tidemill.rollout.rewards import Response
 
 

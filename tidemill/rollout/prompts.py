@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tidemill.config.data import DataConfig
 from tidemill.errors import ConfigError, DataError, ModelError
 from tidemill.records import Int32Array, Prompt
 from tidemill.rollout.sources import Fetch, Row, load_rows
-from tidemill.sections import DataConfig
 
 KEPT_EPOCHS = 2  # the present one, and the one before it for prompts that are issued again
 

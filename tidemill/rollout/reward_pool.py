@@ -15,12 +15,12 @@ from concurrent.futures.process import BrokenProcessPool
 
 from pebble import ProcessExpired, ProcessPool
 
+from tidemill.config.data import RewardConfig
 from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Prompt
 from tidemill.rollout import reward_worker
 from tidemill.rollout.prompts import columns_of
 from tidemill.rollout.rewards import Response
-from tidemill.sections import RewardConfig
 
 START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 30.0

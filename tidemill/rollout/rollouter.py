@@ -16,22 +16,22 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import EngineCrashedError
 from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
+from tidemill.rollout.accounting import Books
 from tidemill.rollout.activity import Clock, IdleMeter
 from tidemill.rollout.admission import Admission
-from tidemill.rollout.books import Books
 from tidemill.rollout.deferral import Deferral
+from tidemill.rollout.delivery_order import Turns
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
-from tidemill.rollout.flights import ABORT_TIMEOUT_S, ANSWER_TIMEOUT_S, Decode, Flight, Scorer
+from tidemill.rollout.in_flight import ABORT_TIMEOUT_S, ANSWER_TIMEOUT_S, Decode, Flight, Scorer
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.producer import Producer
 from tidemill.rollout.prompts import PromptSet
-from tidemill.rollout.turns import Turns
 
 LOG = logging.getLogger(__name__)
 

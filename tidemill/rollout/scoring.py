@@ -6,14 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
+from tidemill.inference.engine import VllmEngine
+from tidemill.models.locate import Locator
 from tidemill.protocols import Evaluation
-from tidemill.rollout.engine import VllmEngine
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.prompts import load_held_out, load_tokenizer
-from tidemill.rollout.relay import Relay
 from tidemill.rollout.reward_pool import RewardPool
-from tidemill.store.locate import Locator
+from tidemill.rollout.single_engine import Relay
 
 FIRST_VERSION = 0  # of an engine that nobody has sent weights
 

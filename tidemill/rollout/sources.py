@@ -16,14 +16,14 @@ from urllib.parse import parse_qsl
 
 import yaml
 
+from tidemill.config.data import DataConfig
+from tidemill.config.reading import load_yaml, said
 from tidemill.errors import ConfigError, DataError
-from tidemill.run_file import load_yaml, said
-from tidemill.sections import DataConfig
 
 Row = dict[str, Any]
 Located = tuple[str, Any]
 Fetch = Callable[[str, Path], None]
-"""Brings the object `s3://bucket/key` to a file: `store.locate.Locator.fetch_file`."""
+"""Brings the object `s3://bucket/key` to a file: `models.locate.Locator.fetch_file`."""
 
 FORMS = (
     "a .jsonl or .parquet file, here or s3://BUCKET/KEY, hf://DATASET:SPLIT[?OPTION=VALUE], or "

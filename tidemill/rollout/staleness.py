@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 
 Strategy = Literal["pace", "drop", "wait", "mask"]
 

@@ -21,12 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import CheckpointError, StoreError
 from tidemill.store.commit import FORMAT, Manifest, Nowhere, check_same
+from tidemill.store.download_once import forget
 from tidemill.store.lease import Claim, Fence, reserve
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
-from tidemill.store.once import forget
 from tidemill.store.server import open_store, store_folder
 
 STATE = "state.json"

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from tidemill.errors import CheckpointError, RunError, StoreError
+from tidemill.store.conditional_put import Record, Seen
 from tidemill.store.object_store import ObjectStore
-from tidemill.store.record import Record, Seen
 
 log = logging.getLogger(__name__)
 TRIES = 10  # of a change, each lost to another process that changed the lease at the same moment

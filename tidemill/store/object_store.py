@@ -24,7 +24,7 @@ from urllib3 import BaseHTTPResponse
 from urllib3.connectionpool import ConnectionPool
 from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
 
-from tidemill.address import is_server
+from tidemill.config.address import is_server
 from tidemill.errors import ConfigError, StoreError, StoreMissingError, StoreRefusedError
 
 PART_BYTES = 16 << 20

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tidemill.config.storage import StoreConfig
 from tidemill.errors import StoreError
-from tidemill.sections import StoreConfig
 from tidemill.store.object_store import ObjectStore, credentials
-from tidemill.store.weed import POLL_S, ServerInfo, adopt, end, find_server, launch, write_info
+from tidemill.store.seaweedfs import POLL_S, ServerInfo, adopt, end, find_server, launch, write_info
 
 LOCK_TIMEOUT_S = 90.0
 """Longer than a start that fails and the stop after it."""

@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from tidemill.config.training import AlgorithmConfig, TrainerConfig
 from tidemill.errors import RunError
+from tidemill.models.precision import compute_dtype
 from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
-from tidemill.sections import AlgorithmConfig, TrainerConfig
-from tidemill.sync.mapped_weights import MappedWeights
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch
 from tidemill.train.correction import behaviour_weights, log_linear
 from tidemill.train.losses import kl_penalty, ppo_clip
 from tidemill.train.model import frozen_copy, load_model, outline_model, write_folder
 from tidemill.train.network import Network
-from tidemill.train.precision import compute_dtype
 from tidemill.train.shards import places, spread, whole
 from tidemill.train.tally import Tally
 from tidemill.train.version_start import VersionStart
 from tidemill.train.world import World
+from tidemill.weights.mapped_weights import MappedWeights
 
 # What a rank without rows computes while others do, because all ranks have to take part: it adds exactly nothing.
 IDLE = MicroBatch.idle()

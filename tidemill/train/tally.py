@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill.sections import AlgorithmConfig, OldLogProb
+from tidemill.config.training import AlgorithmConfig, OldLogProb
 from tidemill.train.world import World
 
 SUMS = ("loss", "tokens", "ratio", "clipped", "kl")

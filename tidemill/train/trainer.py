@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from tidemill.config import RunConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.aggregate import together
 from tidemill.observe.metrics import group_metrics
@@ -26,10 +26,10 @@ from tidemill.records import Float32Array, Group
 from tidemill.task_group import task_group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
+from tidemill.train.evaluation import Spares, Validation
 from tidemill.train.masking import mask_stale
 from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
-from tidemill.train.validation import Spares, Validation
 from tidemill.train.weight_sync import Publisher, WeightSync
 
 Metrics = dict[str, float]

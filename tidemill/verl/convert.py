@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from tidemill.config import RunConfig
+from tidemill.config.reading import parse_config
+from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError
-from tidemill.run_file import parse_config
 from tidemill.verl.rule import Becomes, LeftOut, Never, Only, Part, either
 from tidemill.verl.rules import DEFAULTS, rule_of
 from tidemill.verl.script import read_settings

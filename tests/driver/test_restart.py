@@ -1,0 +1,108 @@
+"""What a run may go on with, and what of its settings its checkpoints depend on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tidemill.config.reading import parse_config
+from tidemill.config.run import RunConfig
+from tidemill.driver.restart import IDENTITY, Restart, check_fit, check_identity, find_restart, identity
+from tidemill.errors import ConfigError
+from tidemill.protocols import Answer, Evaluation
+from tidemill.store.checkpoint import Checkpoints
+from tidemill.store.object_store import ObjectStore
+from tidemill.train.trainer import Position
+
+
+def restart_of(config: RunConfig) -> Restart:
+    position = Position(step=7, version=3, groups=112, response_tokens=900, max_age=1, seconds=12.5, unsynced=1)
+    before = Evaluation(0, 0.25, (Answer("3 + 4", "8", "7", 0.0), Answer("1", "1", None, 0.5)), {"too_long": 1})
+    return Restart(position, {"cursor": 120, "waiting": [3, 9]}, "mlflow-run", identity(config), before)
+
+
+def changed(config: RunConfig, override: str) -> RunConfig:
+    return parse_config(config.to_yaml(), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "asynchrony.max_staleness=2",
+            r"asynchrony\.max_staleness = 2: allowed is 1, with which addition was begun\. ",
+        ),
+        ("asynchrony.partial_rollout=false", r"asynchrony\.partial_rollout = false: allowed is null, with which"),
+        ("trainer.ppo_mini_batch_size=8", r"trainer\.ppo_mini_batch_size = 8: allowed is 16, with which"),
+        ("rewards.0.options={a: 1}", r"rewards\.0\.options = {a: 1}: allowed is {}, with which"),
+        ("rewards=[{function: exact_number}, {function: a:b}]", r"rewards = \[.*: allowed is \[{function: 'exact_num"),
+        ("data.epochs=3", r"data\.epochs = 3: allowed is null, with which .* leave it as it was, or start a new run"),
+        ("seed=1", r"seed = 1: allowed is 0, with which"),
+    ],
+)
+def test_the_setting_that_does_not_fit_is_named_with_both_of_its_values(
+    addition: RunConfig, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{message}"):
+        check_identity(changed(addition, override), identity(addition))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.steps=99",
+        "trainer.learning_rate=1.0e-5",
+        "rollout.engines=2",
+        "rewards.0.timeout_s=60",
+        "queue.capacity=64",
+    ],
+)
+def test_what_no_checkpoint_depends_on_may_change(addition: RunConfig, override: str) -> None:
+    check_identity(changed(addition, override), identity(addition))
+
+
+def test_a_setting_that_a_checkpoint_does_not_name_is_not_judged(addition: RunConfig) -> None:
+    saved = {key: value for key, value in identity(addition).items() if key != "trainer"}
+    check_identity(changed(addition, "trainer.ppo_mini_batch_size=8"), saved)
+
+
+def test_the_fit_is_seen_from_the_state_alone(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    checkpoints = Checkpoints(store, addition.name, 2)
+    check_fit(addition, checkpoints)
+    checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
+    place = checkpoints.manifest(1).folder
+    store.put_bytes(f"{place}/model.safetensors", b"damaged")  # of the same size, so that only its bytes tell
+    check_fit(addition, checkpoints)
+    with pytest.raises(ConfigError, match=r"^algorithm\.kl_coef = 0\.5: allowed is 0\.0"):
+        check_fit(changed(addition, "algorithm.kl_coef=0.5"), checkpoints)
+    with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never': allowed is auto"):
+        check_fit(changed(addition, "checkpoint.resume=never"), checkpoints)
+
+
+def test_a_restart_reads_back_from_json(addition: RunConfig) -> None:
+    restart = restart_of(addition)
+    assert Restart.from_state(json.loads(json.dumps(restart.to_state()))) == restart
+    restart.check(addition)
+
+
+def test_the_newest_commit_is_what_a_run_goes_on_from(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(store, addition.name, 2)
+    assert find_restart(addition, checkpoints) is None
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    restart = restart_of(addition)
+    checkpoints.commit(3, tmp_path, restart.to_state())
+    assert find_restart(addition, checkpoints) == restart
+    with pytest.raises(ConfigError, match=r"^algorithm\.clip_low"):
+        find_restart(changed(addition, "algorithm.clip_low=0.1"), checkpoints)
+
+
+def test_the_documentation_says_what_may_not_change() -> None:
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    [told] = [part for part in page.split("\n\n") if "--resume NAME" in part]
+    names = {section: inner for section, inner in IDENTITY.items() if inner is not True}
+    assert names == {"trainer": {"ppo_mini_batch_size"}}
+    assert all(f"`{section}`" in told for section in IDENTITY.keys() - names)
+    assert "`trainer.ppo_mini_batch_size`" in told and "`timeout_s`" in told

@@ -1,0 +1,77 @@
+"""The real engine fed by the real trainer rank through the real object store, without Ray between them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_model import make_tiny_model
+
+from tidemill.actors.engine import EngineActor
+from tidemill.actors.ranks import RankActor
+from tidemill.cluster.local import LocalCluster, weights_folder
+from tidemill.config.run import RunConfig
+from tidemill.records import Float32Array, Int32Array
+from tidemill.store.server import open_store
+from tidemill.weights.manifest import weights_prefix
+from tidemill.weights.outbox import Publication, StoreOutbox
+from tidemill.weights.synchronizer import Synchronizer
+
+# vLLM warns while it is imported; that is not ours to fail on.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+PROMPT = np.arange(3, 43, dtype=np.int32)
+
+
+def config(folder: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "from-store",
+            "model": str(make_tiny_model(folder / "model", seed=0)),
+            "output": folder / "runs",
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "rewards": [{"function": "exact_number"}],
+            "rollout": {"group_size": 4, "max_new_tokens": 16, "dtype": "float32", "threads": 1},
+            "trainer": {"steps": 1, "precision": "float32", "threads": 1},
+            "sync": {"transport": "object_store", "full_every": 10},
+        }
+    )
+
+
+async def test_an_engine_computes_what_was_published_through_the_store(tmp_path: Path) -> None:
+    """Version 0 comes whole and 2 as a delta; the canary compares the numbers of both sides."""
+    run = config(tmp_path)
+    rank, engine = RankActor(run, run.model, 0, None), EngineActor(run, run.model, 0)
+
+    async def write() -> None:
+        await asyncio.to_thread(rank.write_weights)
+
+    async def upload(version: int) -> Publication:
+        return await asyncio.to_thread(rank.upload_weights, version)
+
+    async def republish() -> Publication:
+        return await asyncio.to_thread(rank.republish_weights)
+
+    async def score(tokens: Int32Array) -> Float32Array:
+        return rank.score(tokens)
+
+    with open_store(run.store, run.output) as store:
+        rank.load(None)
+        await engine.start()
+        try:
+            outbox = StoreOutbox(write, upload, republish, store, weights_prefix(run.name))
+            publisher = Synchronizer([engine], run.sync, outbox, score, PROMPT)
+            await publisher.publish(0, "keep")
+            for parameter in rank.policy.parameters.values():
+                parameter.data[:2] *= 1.5
+            metrics = await publisher.publish(2, "keep")
+        finally:
+            await engine.shutdown()
+        assert metrics["sync/full"] == 0
+        assert metrics["sync/canary_gap"] < 1e-3
+        publisher.close()
+        assert store.list(weights_prefix(run.name)) == ()
+    assert not list(weights_folder(run).rglob("*.safetensors"))
+    LocalCluster(run).teardown()
+    assert not weights_folder(run).exists()

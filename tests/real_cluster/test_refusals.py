@@ -1,0 +1,149 @@
+"""What keeps a run from starting on a real cluster: soon one clear message, and no pod stays."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from cluster_rig import QUOTAS, SMALL, Bench
+
+from tidemill.config.kubernetes import KubernetesConfig
+from tidemill.config.names import STOP
+from tidemill.errors import ClusterError, TidemillError
+from tidemill.kuberay.access import check_access
+from tidemill.kuberay.client import KubernetesCluster
+from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS, SECRETS
+from tidemill.kuberay.status import look
+from tidemill.store.object_store import ObjectStore
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+SOON_S = KubernetesConfig().start_timeout_s / 4  # not when a run that waits for room is given up
+WORKER = SMALL | {"shared_memory_gib": 1}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "image": (
+        {"image": "localhost/no-such-image:1"},
+        r"cannot get its image localhost/no-such-image:1: .*Mend kubernetes\.image",
+    ),
+    "secret": ({"store_secret": "none"}, r'cannot start: CreateContainerConfigError: secret "none" not found'),
+    "further secret": ({"secrets": ["none"]}, r'cannot start: CreateContainerConfigError: secret "none" not found'),
+    "gpu type": ({"gpu_type": "NO-SUCH-GPU"}, r"nvidia\.com/gpu\.product=NO-SUCH-GPU.*didn't match"),
+    "size": ({"rollout": WORKER | {"cpus": 1000}}, r"no node can hold pod .*Insufficient cpu"),
+    "account": (
+        {"service_account": "none"},
+        r'the cluster refuses the pods of the run: .*serviceaccount "none" not found',
+    ),
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended: its error, seconds until then, what was left, and what `tidemill status` says."""
+
+    error: TidemillError
+    seconds: float
+    left: list[str]
+    status: str
+
+
+def end_of(bench: Bench, settings: dict[str, Any]) -> End:
+    """Begin a run that is refused, and follow it."""
+    bench.kubernetes, began = settings, time.monotonic()
+    number = bench.provision()
+    with pytest.raises(ClusterError) as caught:
+        bench.follow(number)
+    seconds = time.monotonic() - began
+    (status,) = look(bench.admin, bench.name, time.time())
+    return End(caught.value, seconds, bench.left(), "\n".join(status.lines()))
+
+
+@pytest.fixture(scope="module")
+def ends(
+    admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[End]]]:
+    """All runs that are refused, at the same time: they hold next to nothing."""
+    with ThreadPoolExecutor(len(CASES)) as threads:
+        benches = {name: Bench(admin, steps, store, tmp_path_factory.mktemp("run")) for name in CASES}
+        yield {name: threads.submit(end_of, bench, CASES[name][0]) for name, bench in benches.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_cannot_start_is_told_and_nothing_stays(ends: dict[str, Future[End]], case: str) -> None:
+    end = ends[case].result(SOON_S)
+    assert (end.left, end.seconds < SOON_S) == ([], True)
+    with pytest.raises(ClusterError, match=CASES[case][1]):
+        raise end.error
+    assert "0 GPUs held" in end.status
+    assert str(end.error) in end.status
+
+
+def test_keys_that_the_store_does_not_take_end_the_run_with_its_first_attempt(bench: Bench) -> None:
+    keys = {"access_key": os.environ["TIDEMILL_S3_ACCESS_KEY"], "secret_key": "wrong"}
+    bench.admin.create(SECRETS, {"metadata": {"name": "wrong-keys"}, "stringData": keys})
+    end = end_of(bench, {"store_secret": "wrong-keys", "max_restarts": 3})
+    assert "the driver failed: exit code 2\nbucket tidemill at " in str(end.error)
+    assert "Check the keys in" in str(end.error)
+    assert (end.left, "attempt 1" in end.status) == ([], True)
+
+
+@contextmanager
+def quota(admin: KubernetesCluster) -> Iterator[None]:
+    """One GPU for the namespace, and other things without end."""
+    admin.create(QUOTAS, {"metadata": {"name": "gpus"}, "spec": {"hard": {"requests.nvidia.com/gpu": "1"}}})
+    try:
+        yield
+    finally:
+        admin.delete(QUOTAS, "gpus")
+
+
+def test_a_quota_that_is_exceeded(bench: Bench) -> None:
+    with quota(bench.admin):
+        end = end_of(bench, {})
+    assert "the cluster refuses the pods of the run: exceeded quota: gpus, requested: requests.nvidia" in str(end.error)
+    assert (end.left, end.seconds < SOON_S) == ([], True)
+
+
+def test_a_cluster_without_room_is_given_up_after_the_start_timeout_and_says_what_it_waits_for(bench: Bench) -> None:
+    """Two runs of five GPUs each, of eight."""
+    first = Bench(bench.admin, bench.steps, bench.store, bench.folder / "first")
+    first.tensor_parallel_size = bench.tensor_parallel_size = 4
+    first.trainer_steps = 1000  # so that it holds its GPUs
+    first.provision()
+    try:
+        first.until(lambda: len(first.pods()) >= 3 and all(pod["spec"].get("nodeName") for pod in first.pods()))
+        end = end_of(bench, {"start_timeout_s": 60})
+    finally:
+        first.clear()
+    assert "does not run after kubernetes.start_timeout_s = 60 s" in str(end.error)
+    assert "Insufficient nvidia.com/gpu" in str(end.error)
+    assert end.left == []
+
+
+def test_a_run_that_waits_for_kueue_says_so_and_ends_when_it_is_told_to(bench: Bench) -> None:
+    bench.kubernetes = {"queue": "gpus"}
+    bench.provision()
+    with bench.followed() as watched:
+        bench.until_shown("waits for room in Kueue's queue gpus")
+        assert bench.pods() == []
+        bench.admin.patch(RAY_JOBS, bench.job(), {"metadata": {"annotations": {STOP: "changed my mind"}}})
+        with pytest.raises(ClusterError, match="stopped before it began: changed my mind"):
+            watched.result(240)
+    assert bench.left() == []
+
+
+def test_no_permission(bench: Bench, reaper: KubernetesCluster) -> None:
+    with pytest.raises(ClusterError, match=r"no permission in namespace .* to create.*rayjobs\.ray\.io"):
+        check_access(bench.config, reaper)
+    with pytest.raises(ClusterError, match=r"no permission to get rayjobs\.ray\.io .*tidemill-reaper"):
+        reaper.get(RAY_JOBS, "x")
+    assert not reaper.may("create", CONFIG_MAPS)
+
+
+def test_the_rights_of_a_step_are_enough(bench: Bench) -> None:
+    check_access(bench.config, bench.steps)

@@ -1,0 +1,91 @@
+"""What every `Cluster` must do: run against the stand-in, and in tests/real_cluster against a real API server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tidemill.errors import ClusterError
+from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS, Cluster, Kind, name_of
+
+NOTHING = Kind("tidemill.dev", "v1", "nothings", belongs_to="nobody")
+WAIT_S = 120.0
+
+
+def suspended(name: str) -> dict[str, object]:
+    """A RayJob that makes no pods."""
+    container = {"name": "ray", "image": "i:1"}
+    head = {"rayStartParams": {}, "template": {"spec": {"containers": [container]}}}
+    spec = {
+        "entrypoint": "true",
+        "suspend": True,
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": {"headGroupSpec": head},
+    }
+    metadata = {"name": name, "labels": {"run": name}}
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
+
+
+def notes(name: str, **metadata: object) -> dict[str, object]:
+    """A ConfigMap."""
+    return {"metadata": {"name": name, **metadata}, "data": {"a": "1", "b": "2"}}
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """What is deleted in the foreground takes its time."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class ClusterContract:
+    """Subclasses have a fixture `cluster`."""
+
+    def test_a_second_creation_attaches_to_the_first(self, cluster: Cluster) -> None:
+        first = cluster.create(RAY_JOBS, suspended("twice"))
+        second = cluster.create(RAY_JOBS, suspended("twice") | {"spec": {"entrypoint": "false"}})
+        assert second["metadata"]["uid"] == first["metadata"]["uid"]
+        assert second["spec"]["entrypoint"] == "true"
+
+    def test_what_is_not_there_is_none(self, cluster: Cluster) -> None:
+        assert cluster.get(RAY_JOBS, "no-such-job") is None
+
+    def test_objects_are_chosen_by_label(self, cluster: Cluster) -> None:
+        for name in ("one", "two"):
+            cluster.create(RAY_JOBS, suspended(name))
+        assert [name_of(job) for job in cluster.list(RAY_JOBS, "run=two")] == ["two"]
+        assert {"one", "two"} <= {name_of(job) for job in cluster.list(RAY_JOBS)}
+
+    def test_a_patch_changes_adds_and_removes(self, cluster: Cluster) -> None:
+        cluster.create(CONFIG_MAPS, notes("patched"))
+        cluster.patch(CONFIG_MAPS, "patched", {"data": {"a": "3", "b": None, "c": "4"}})
+        found = cluster.get(CONFIG_MAPS, "patched")
+        assert found is not None
+        assert found["data"] == {"a": "3", "c": "4"}
+
+    def test_a_patch_or_deletion_of_what_is_gone_does_nothing(self, cluster: Cluster) -> None:
+        cluster.patch(CONFIG_MAPS, "no-such-map", {"data": {}})
+        cluster.delete(CONFIG_MAPS, "no-such-map")
+        assert cluster.get(CONFIG_MAPS, "no-such-map") is None
+
+    def test_what_an_object_owns_goes_with_it(self, cluster: Cluster) -> None:
+        owner = cluster.create(CONFIG_MAPS, notes("owner"))
+        reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["metadata"]["uid"]}
+        cluster.create(CONFIG_MAPS, notes("owned", ownerReferences=[reference]))
+        cluster.delete(CONFIG_MAPS, "owner")
+        eventually(lambda: cluster.get(CONFIG_MAPS, "owned") is None and cluster.get(CONFIG_MAPS, "owner") is None)
+
+    @pytest.mark.parametrize("kind", [WORKFLOWS, NOTHING])
+    def test_a_kind_that_is_not_there_is_named_with_who_brings_it(self, cluster: Cluster, kind: Kind) -> None:
+        for ask in (lambda: cluster.list(kind), lambda: cluster.get(kind, "x")):
+            with pytest.raises(ClusterError, match=f"knows no {kind}: install {kind.belongs_to}"):
+                ask()
+
+    def test_the_log_of_a_pod_that_is_not_there_is_empty(self, cluster: Cluster) -> None:
+        assert cluster.log("no-such-pod") == ""
+
+    def test_permissions_are_told(self, cluster: Cluster) -> None:
+        assert cluster.may("list", PODS)

@@ -1,0 +1,152 @@
+"""A run on a real cluster, whose training is a stand-in; see image/run.py."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kubernetes.client import ApiClient
+from rich.console import Console
+
+from tidemill.config.names import job_name, selector
+from tidemill.config.run import RunConfig
+from tidemill.kuberay import budget
+from tidemill.kuberay.attempts import Attempts, WallClock
+from tidemill.kuberay.client import TIMEOUT, KubernetesCluster
+from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Kind, Object, name_of
+from tidemill.kuberay.mirror import Screen
+from tidemill.kuberay.owner import Owner
+from tidemill.kuberay.run_status import Board
+from tidemill.kuberay.watch import Watcher
+from tidemill.observe.events import EventLog
+from tidemill.observe.progress import Progress
+from tidemill.observe.report import Summary
+from tidemill.store.object_store import ObjectStore
+
+IMAGE = os.environ.get("TIDEMILL_TEST_IMAGE", "localhost/tidemill-stub:1")
+NAMESPACES = Kind("", "v1", "namespaces", namespaced=False)
+SERVICE_ACCOUNTS = Kind("", "v1", "serviceaccounts")
+QUOTAS = Kind("", "v1", "resourcequotas")
+SMALL = {"cpus": 0.1, "memory_gib": 1}
+POLL_S = 0.5
+
+
+def with_token(admin: KubernetesCluster, account: str) -> KubernetesCluster:
+    """The cluster as a service account of the namespace sees it."""
+    path = f"/api/v1/namespaces/{admin.namespace}/serviceaccounts/{account}/token"
+    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    answer = json.loads(admin.send("POST", path, {}, request, TIMEOUT).data)
+    configuration = copy.copy(admin.client.configuration)
+    configuration.cert_file = configuration.key_file = None
+    configuration.api_key = {"authorization": f"Bearer {answer['status']['token']}"}
+    return KubernetesCluster(admin.namespace, ApiClient(configuration))
+
+
+class Bench:
+    """One run, from the outside: what a pipeline's step does with it, and what an administrator sees."""
+
+    def __init__(self, admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, folder: Path) -> None:
+        self.admin, self.steps, self.store, self.folder = admin, steps, store, folder
+        self.name = f"run-{secrets.token_hex(3)}"
+        self.owner = Owner()
+        self.output = io.StringIO()
+        self.kubernetes: dict[str, Any] = {}
+        self.env = {"STUB_STEP_S": "1"}
+        self.trainer_steps = 3
+        self.tensor_parallel_size = 1
+
+    @property
+    def config(self) -> RunConfig:
+        """Its settings: one trainer rank and one engine, with a pretended GPU each."""
+        small = {
+            "head": SMALL | {"memory_gib": 2},
+            "trainer": SMALL | {"shared_memory_gib": 1},
+            "rollout": SMALL | {"shared_memory_gib": 1},
+        }
+        place = {"namespace": self.admin.namespace, "image": IMAGE, "env": self.env, "keep_s": 0, "max_restarts": 0}
+        return RunConfig.model_validate(
+            {
+                "name": self.name,
+                "model": "s3://tidemill/model",
+                "output": self.folder / "runs",
+                "data": {"train": "s3://tidemill/train.jsonl", "held_out": "s3://tidemill/train.jsonl"},
+                "rewards": [{"function": "exact_number"}],
+                "rollout": {"tensor_parallel_size": self.tensor_parallel_size},
+                "trainer": {"steps": self.trainer_steps},
+                "sync": {"transport": "object_store"},
+                "store": {"endpoint": self.store.endpoint, "bucket": self.store.bucket},
+                "tracking": {"uri": "http://127.0.0.1:9"},
+                "cluster": {"provider": "kuberay"},
+                "kubernetes": small | place | self.kubernetes,
+            }
+        )
+
+    @contextmanager
+    def watcher(self) -> Iterator[Watcher]:
+        """A watcher that has just been started, with the rights of a step."""
+        config, progress = self.config, Progress(Console(file=self.output, width=200))
+        with EventLog(config.folder / "events.jsonl") as log:
+            attempts = Attempts(config, self.steps, self.store, self.owner, WallClock())
+            board = Board(self.steps, config.name, self.owner)
+            yield Watcher(attempts, Screen(log, progress), budget.load(self.store, config.name), board)
+
+    def provision(self) -> int:
+        """The step provision."""
+        with self.watcher() as watcher:
+            return watcher.provision()
+
+    def follow(self, first: int = 1) -> Summary:
+        """The step train."""
+        with self.watcher() as watcher:
+            return watcher.follow(first)
+
+    @contextmanager
+    def followed(self, first: int = 1) -> Iterator[Future[Summary]]:
+        """The step train, beside the test."""
+        with ThreadPoolExecutor(1) as threads:
+            yield threads.submit(self.follow, first)
+
+    def job(self, number: int = 1) -> str:
+        """Name of an attempt's RayJob."""
+        return job_name(self.name, number)
+
+    def status(self, number: int = 1) -> dict[str, Any]:
+        """Status of an attempt's RayJob, empty without one."""
+        found = self.admin.get(RAY_JOBS, self.job(number))
+        return {} if found is None else dict(found.get("status") or {})
+
+    def until(self, what: Callable[[], object], seconds: float = 240.0) -> None:
+        """Wait for something."""
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s:\n{self.output.getvalue()}\n{self.left()}"
+            threading.Event().wait(POLL_S)
+
+    def until_shown(self, text: str, seconds: float = 240.0) -> None:
+        """Wait until a text is in the log of the step."""
+        self.until(lambda: text in self.output.getvalue(), seconds)
+
+    def pods(self) -> list[Object]:
+        """Pods of the run."""
+        return self.admin.list(PODS, selector(self.name))
+
+    def left(self) -> list[str]:
+        """Whatever the run has in the cluster."""
+        kinds = (RAY_JOBS, RAY_CLUSTERS, PODS)
+        return [f"{kind}/{name_of(thing)}" for kind in kinds for thing in self.admin.list(kind, selector(self.name))]
+
+    def clear(self) -> None:
+        """Delete what is left."""
+        for job in self.admin.list(RAY_JOBS, selector(self.name)):
+            self.admin.delete(RAY_JOBS, name_of(job))
+        self.until(lambda: not self.left())

@@ -1,0 +1,108 @@
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from free_port import free_port
+
+from tidemill.config.run import RunConfig
+from tidemill.errors import StoreError
+from tidemill.store.object_store import ObjectStore
+from tidemill.store.server import embedded_store
+
+Server = tuple[str, str, str]
+
+
+def minio_binary() -> Path:
+    return Path(os.environ.get("TIDEMILL_MINIO", "~/.cache/tidemill/bin/minio")).expanduser()
+
+
+@pytest.fixture(scope="session")
+def weed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with embedded_store(tmp_path_factory.mktemp("weed")) as info:
+        yield info.endpoint, info.access_key, info.secret_key
+
+
+@pytest.fixture(scope="session")
+def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if not minio_binary().is_file():
+        pytest.skip(f"no MinIO at {minio_binary()}: set TIDEMILL_MINIO")
+    folder, address = tmp_path_factory.mktemp("minio"), f"127.0.0.1:{free_port()}"
+    keys = {"MINIO_ROOT_USER": "tidemill", "MINIO_ROOT_PASSWORD": secrets.token_hex(16)}
+    command = [str(minio_binary()), "server", str(folder / "data"), "--address", address]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, env={**os.environ, **keys}, stdout=log, stderr=log)
+    server = (f"http://{address}", keys["MINIO_ROOT_USER"], keys["MINIO_ROOT_PASSWORD"])
+    try:
+        wait_for(server)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for(server: Server) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            ObjectStore.connect(server[0], "ready", *server[1:])
+        except StoreError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+@pytest.fixture(params=["weed", "minio"])
+def server(request: pytest.FixtureRequest) -> Server:
+    found: Server = request.getfixturevalue(f"{request.param}_server")
+    return found
+
+
+@contextmanager
+def bucket(server: Server) -> Iterator[ObjectStore]:
+    """A new bucket, removed in the end: every one takes volumes of its own, and weed has few on a small disk."""
+    store = ObjectStore.connect(server[0], f"test-{secrets.token_hex(4)}", *server[1:])
+    yield store
+    for item in store.list(""):
+        store.delete(item.key)
+    store.client.remove_bucket(bucket_name=store.bucket)
+
+
+@pytest.fixture
+def store(server: Server) -> Iterator[ObjectStore]:
+    with bucket(server) as store:
+        yield store
+
+
+@pytest.fixture
+def weed(weed_server: Server) -> Iterator[ObjectStore]:
+    with bucket(weed_server) as store:
+        yield store
+
+
+@pytest.fixture
+def run_config(tmp_path: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "addition",
+            "model": "some/model",
+            "output": tmp_path / "runs",
+            "data": {"train": "train.jsonl"},
+            "rewards": [{"function": "exact_number", "options": {"odd key!": "x" * 7000}}],
+            "trainer": {"steps": 4},
+        }
+    )
+
+
+@pytest.fixture
+def mlflow_config(run_config: RunConfig, empty_mlflow: Path) -> RunConfig:
+    run_config.output.mkdir()
+    shutil.copy(empty_mlflow, run_config.output / "mlflow.db")
+    return run_config

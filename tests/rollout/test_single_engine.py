@@ -1,0 +1,74 @@
+"""Scores outside of a run, where an engine that dies has nobody but the relay to replace it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+import pytest
+from fleet_rig import DEADLINE_S, Mortal
+from rollout_rig import LengthReward, decode, held_out, run_config
+
+from tidemill.errors import EngineError
+from tidemill.protocols import Evaluation
+from tidemill.rollout.evaluator import Evaluator
+from tidemill.rollout.single_engine import Relay
+
+pytestmark = pytest.mark.own_time
+
+
+class Bench:
+    """Engines that die of some held-out prompts; the ones from number `last` on do not start."""
+
+    def __init__(self, deadly: Collection[int], last: int = 99) -> None:
+        self.deadly = {f"evaluation-{row}" for row in deadly}
+        self.last, self.made = last, list[Runner]()
+
+    def make(self) -> Runner:
+        self.made.append(Runner(self, len(self.made)))
+        return self.made[-1]
+
+    async def score(self) -> Evaluation:
+        relay = Relay(self.make)
+        await relay.start()
+        evaluator = Evaluator(run_config(), held_out(), relay.pool, LengthReward(), decode)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await relay.during(evaluator.evaluate(0), evaluator.suspects.explained)
+        finally:
+            await relay.end()
+
+
+class Runner(Mortal):
+    def __init__(self, bench: Bench, number: int) -> None:
+        super().__init__(number, EngineError("no memory") if number >= bench.last else None)
+        self.deadly, self.shut = bench.deadly, 0
+
+    async def shutdown(self) -> None:
+        self.shut += 1
+        await super().shutdown()
+
+
+async def test_a_prompt_that_kills_its_engine_is_skipped_and_every_engine_is_ended() -> None:
+    bench = Bench({0, 4})
+    score = await bench.score()
+    assert ([answer.expected for answer in score.answers], score.skipped) == (list("1235"), {"kills_engine": 2})
+    assert len(bench.made) <= 2 * 3 + 1
+    assert [engine.shut for engine in bench.made] == [1] * len(bench.made)
+
+
+async def test_an_engine_that_does_not_come_up_again_ends_the_score_with_its_reason() -> None:
+    with pytest.raises(EngineError, match="no memory"):
+        await Bench({3}, last=1).score()
+
+
+async def test_engines_that_are_dead_before_they_are_asked_are_not_started_for_ever() -> None:
+    bench = Bench(())
+
+    class Stillborn(Runner):
+        async def start(self) -> None:
+            await self.shutdown()
+
+    bench.make = lambda: bench.made.append(Stillborn(bench, len(bench.made))) or bench.made[-1]  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(EngineError, match="3 engines in a row died without finishing a request: engine 2 is dead"):
+        await bench.score()

@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tidemill_components.choose import choose
+from tidemill_components.conclude import conclude
+from tidemill_components.evaluate import evaluate
+from tidemill_components.provision import provision
+from tidemill_components.register import register
+from tidemill_components.remember import remember
+from tidemill_components.renew import renew
+from tidemill_components.spread import spread
+from tidemill_components.teardown import teardown
+from tidemill_components.train import train
+from tidemill_components.validate import validate
+from tiny_model import CONTEXT, make_tiny_model
+
+from tidemill.config.asynchrony import SyncConfig
+from tidemill.config.reading import load_config, parse_config
+from tidemill.config.run import RunConfig
+from tidemill.driver.failure import Failure
+from tidemill.driver.restart import identity
+from tidemill.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    RunError,
+    StoreError,
+    StoreRefusedError,
+    TidemillError,
+)
+from tidemill.observe.events import PhaseStarted, read_events
+from tidemill.observe.report import Summary
+from tidemill.steps.preflight import check_inputs, check_model, check_room, rooms
+from tidemill.steps.provider import claimed, sole_training
+from tidemill.steps.steps import seconds_by_step, step
+from tidemill.store.checkpoint import open_checkpoints
+from tidemill.store.seaweedfs import folder_keys
+from tidemill.store.server import embedded_store
+
+BAD = "name: probe"
+EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
+OVERLONG = ("rewards.0.function=overlong", "registry.min_score=null")
+ASKED = ("", "", "", "", 0, 0, "", 0.0)  # what a form leaves open
+
+
+SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None).to_json()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.epochs=1", "trainer.ppo_mini_batch_size=81"], r"data.epochs = 1: .* 80 prompts .* step of 81 groups"),
+        (
+            ["rewards.0.options={bonus: 1}"],
+            r"rewards.0.options = \{bonus: 1\}: .*unexpected .* 'bonus'",
+        ),
+        (["rewards.0.options={answer: 1}"], r"rewards.0.options = .*'answer'"),
+        ([*OVERLONG, "rewards.0.options={budget: 8}"], r"options = .*missing .* 'buffer'"),
+        (
+            [*OVERLONG, "rewards.0.options={budget: 8, buffer: 9}"],
+            r"rewards.0.options = \{.*buffer: 9\}: .*0 < buffer <= budget",
+        ),
+        (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
+        (["rewards.0.function=rewards_here:later"], r"rewards.0.function = .*a function that is not async.*plain"),
+        (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
+    ],
+)
+def test_inputs_of_which_no_step_can_be_trained_are_refused(
+    overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_here.py").write_text(
+        "def narrow(response, *, prompt, answer): return 0.0\n"
+        "def wide(response, *, prompt, answer, extra, bonus): return bonus\n"
+        "async def later(response, *, prompt, answer, extra): return 0.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(load_config(EXAMPLE, overrides))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "{budget: '8', buffer: 4}",
+        "{budget: 8.5, buffer: 4}",
+        "{budget: 8, buffer: true}",
+        "{budget: 8, buffer: 4, penalty: -1}",
+        "{budget: 8, buffer: 4, penalty: 0}",
+        "{budget: 8, buffer: 4, penalty: .nan}",
+        "{budget: 8, buffer: 4, penalty: true}",
+    ],
+)
+def test_numbers_that_punish_no_length_are_refused(options: str, addition: RunConfig) -> None:
+    text = changed(addition, *OVERLONG, f"rewards.0.options={options}")
+    with pytest.raises(ConfigError, match=r"rewards\.0\.options = \{budget: .*a number above 0 as penalty"):
+        check_inputs(parse_config(text))
+
+
+CHAT = [{"role": "user", "content": "1 + 1"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "message"),
+    [
+        ({"prompt": CHAT, "answer": "2"}, [], r"data.system_prompt = 'You are a calculator.': allowed is null where"),
+        ({"prompt": "1 + 1", "answer": "two"}, [], "row 1 has the answer 'two', which is not a number"),
+        ({"prompt": "1 + 1", "answer": " "}, ["rewards.0.function=math_verify"], "row 1 has no answer in 'answer'"),
+        ({"prompt": "1 + 1", "answer": "2"}, ["rewards.0.function=reasoning_gym"], "no column 'entry'"),
+    ],
+)
+def test_data_that_cannot_have_what_the_settings_want_is_refused(
+    row: dict[str, Any], overrides: list[str], message: str, addition: RunConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    text = changed(addition, f"data.train={path}", f"data.held_out={path}", *overrides)
+    with pytest.raises(TidemillError, match=message):
+        check_inputs(parse_config(text))
+
+
+def test_one_prompt_that_is_a_text_takes_the_system_prompt(addition: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n")
+    check_inputs(parse_config(changed(addition, f"data.held_out={path}")))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.epochs=1", "trainer.ppo_mini_batch_size=80"],
+        ["rewards.0.function=builtins:max"],  # which has no signature
+        ["rewards.0.function=rewards_taken:score", "rewards.0.options={bonus: 1}"],
+        ["rewards.0.function=rewards_taken:Score.of"],
+    ],
+)
+def test_inputs_that_can_be_trained_are_taken(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_taken.py").write_text(
+        "def score(response, *, prompt, answer, extra, bonus=0.0): return bonus\n"
+        "class Score:\n"
+        "    @staticmethod\n"
+        "    def of(text, **columns): return 0.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    check_inputs(load_config(EXAMPLE, overrides))
+
+
+class Artifact:
+    """What KFP hands to a component as an output."""
+
+    def __init__(self, path: str = "/dev/null") -> None:
+        self.path, self.metadata = path, {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        raise AssertionError("nothing to log")
+
+
+def validated(config: str) -> str:
+    text: str = validate.python_func(config, *ASKED, Artifact())
+    return text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: validate.python_func(BAD, *ASKED, Artifact()),
+        lambda: provision.python_func(BAD),
+        lambda: train.python_func(BAD, "{}", Artifact()),
+        lambda: evaluate.python_func(BAD, "{}", Artifact()),
+        lambda: register.python_func(BAD, "{}", "null", Artifact(), Artifact(), Artifact()),
+        lambda: spread.python_func(BAD, *ASKED, "seed=1", Artifact()),
+        lambda: conclude.python_func(BAD, "{}", "null", Artifact()),
+        lambda: choose.python_func(BAD, "", "", "", ["{}"], Artifact(), Artifact(), Artifact()),
+        lambda: renew.python_func(BAD, *ASKED, "s3://tidemill/prompts/", Artifact()),
+        lambda: remember.python_func(BAD, SUMMARY),
+    ],
+)
+def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]) -> None:
+    with pytest.raises(ConfigError, match="model = null: allowed is a value"):
+        call()
+
+
+def test_teardown_of_a_config_that_was_refused_has_nothing_to_do() -> None:
+    assert teardown.python_func(BAD, "", "", "", "") is None
+
+
+def test_validate_returns_the_settings_with_every_default(addition: RunConfig) -> None:
+    assert parse_config(validated(addition.to_yaml())) == addition
+
+
+def test_validate_announces_itself(addition: RunConfig) -> None:
+    validated(addition.to_yaml())
+    assert [event.kind for event in read_events(addition.folder / "events.jsonl")] == ["phase_started"]
+
+
+def changed(config: RunConfig, *overrides: str) -> str:
+    return parse_config(config.to_yaml(), overrides).to_yaml()
+
+
+def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2"):
+        validated(changed(addition, f"data.train={prompts}"))
+    failure = Failure.read(addition.folder)
+    assert failure is not None
+    assert (failure.step, failure.expected, failure.passing) == ("validate", True, False)
+
+
+def test_settings_that_no_later_step_could_be_given_are_refused(addition: RunConfig) -> None:
+    data = addition.data.model_copy(update={"system_prompt": "Be brief. " * 4000})
+    with pytest.raises(ConfigError, match=r"^config = '\d+ bytes': allowed is at most 32768 with every default"):
+        validated(addition.model_copy(update={"data": data}).to_yaml())
+
+
+def test_try_after_one_that_no_other_can_mend_fails_at_once_in_its_words(addition: RunConfig) -> None:
+    with pytest.raises(RewardError), step("train", addition):
+        raise RewardError("the reward is broken")
+    first = Failure.read(addition.folder)
+    with pytest.raises(TidemillError, match=r"^the reward is broken$"), step("train", addition):
+        pytest.fail("it was tried again")
+    assert Failure.read(addition.folder) == first
+
+
+def test_mended_settings_get_their_chance(addition: RunConfig) -> None:
+    for name in ("validate", "train"):
+        with pytest.raises(RewardError), step(name, addition):
+            raise RewardError("the reward is broken")
+    done: list[str] = []
+    for name in ("validate", "train"):
+        with step(name, addition):
+            done.append(name)
+    assert done == ["validate", "train"]
+
+
+@pytest.mark.parametrize("error", [StoreError("away"), EngineError("died"), KeyError("a fault of ours")])
+def test_what_may_pass_is_tried_again(addition: RunConfig, error: Exception) -> None:
+    with pytest.raises(type(error)), step("train", addition):
+        raise error
+    with step("train", addition):
+        pass
+    assert Failure.read(addition.folder) is None
+
+
+def test_unknown_reward_is_refused(addition: RunConfig) -> None:
+    with pytest.raises(RewardError, match="exact_numbr"):
+        validated(changed(addition, "rewards.0.function=exact_numbr"))
+
+
+def test_missing_model_folder_is_refused(addition: RunConfig) -> None:
+    with pytest.raises(Exception, match="no-such-model"):
+        validated(changed(addition, "model=./no-such-model"))
+
+
+def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", 0)
+    model, limit = f"model={tmp_path / 'model'}", CONTEXT - addition.data.max_prompt_tokens
+    check_model(parse_config(changed(addition, model, f"rollout.max_new_tokens={limit}")))
+    with pytest.raises(ConfigError, match=f"max_new_tokens = {CONTEXT + 1}: allowed is at most the {CONTEXT} tokens"):
+        validated(changed(addition, model, f"rollout.max_new_tokens={limit + 1}"))
+
+
+def test_engine_whose_gpus_cannot_have_equally_many_heads_is_refused(addition: RunConfig, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", 0)
+    model, size = f"model={tmp_path / 'model'}", "rollout.tensor_parallel_size"
+    check_model(parse_config(changed(addition, model, f"{size}=2")))
+    with pytest.raises(ConfigError, match=f"{size} = 3: allowed is a divisor of the 4 attention heads"):
+        check_model(parse_config(changed(addition, model, f"{size}=3")))
+
+
+def test_context_of_a_published_model_on_this_machine_is_known(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
+    make_tiny_model(tmp_path / "models/SmolLM2-135M-Instruct", 0)
+    with pytest.raises(ConfigError, match="tokens of context of HuggingFaceTB/SmolLM2"):
+        check_model(parse_config(changed(addition, f"rollout.max_new_tokens={CONTEXT}")))
+
+
+@pytest.mark.parametrize("key", ["train", "held_out"])
+def test_row_without_the_answer_that_the_reward_needs_is_refused(addition: RunConfig, tmp_path: Path, key: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "reply": "2"}\n')
+    with pytest.raises(DataError, match=rf"data\.{key} = .*rows\.jsonl: row 2 has no answer in 'answer', which"):
+        validated(changed(addition, f"data.{key}={tmp_path / 'rows.jsonl'}"))
+
+
+def test_joining_a_ray_without_its_address_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+        validated(changed(addition, "cluster.provider=existing"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    validated(changed(addition, "cluster.provider=existing"))
+
+
+def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        setting = f"tracking.uri=http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"tracking\.uri = 'http://127.*refused"):
+            validated(changed(addition, setting))
+        server.listen()
+        validated(changed(addition, setting))
+
+
+def test_unreachable_store_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", "a")
+    monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "b")
+    with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
+        validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
+
+
+def test_store_that_may_only_be_read_is_refused(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, keys = tmp_path / "elsewhere", {"accessKey": "reader", "secretKey": "secret-of-the-reader"}
+    folder.mkdir()
+    owner = folder_keys(folder)
+    identities = json.loads((folder / "s3.json").read_text())["identities"]
+    identities.append({"name": "reader", "credentials": [keys], "actions": ["Read", "List"]})
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+    with embedded_store(folder) as server:
+        text = changed(addition, f"store.endpoint={server.endpoint}")
+        for access, secret in (owner, tuple(keys.values())):
+            monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", access)
+            monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", secret)
+            if access == "reader":
+                with pytest.raises(StoreRefusedError, match=r"runs/addition/probe at .*AccessDenied"):
+                    validated(text)
+            else:
+                validated(text)
+
+
+def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition: RunConfig, tmp_path: Path) -> None:
+    text = changed(addition, "checkpoint.resume=never")
+    validated(text)
+    with open_checkpoints(addition) as checkpoints:
+        checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
+        validated(text)
+    validated(addition.to_yaml())
+
+
+def test_settings_that_a_checkpoint_does_not_fit_are_refused_first(addition: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/model.safetensors").touch()
+    with open_checkpoints(addition) as checkpoints:
+        checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition)})
+    with pytest.raises(ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, with which addition was"):
+        validated(changed(addition, "asynchrony.max_staleness=2"))
+
+
+def test_settings_that_a_checkpoint_in_a_store_elsewhere_does_not_fit_are_refused_first(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with embedded_store(tmp_path / "elsewhere") as server:
+        monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", server.access_key)
+        monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", server.secret_key)
+        run = parse_config(changed(addition, f"store.endpoint={server.endpoint}"))
+        (tmp_path / "parts").mkdir()
+        (tmp_path / "parts/model.safetensors").touch()
+        with open_checkpoints(run) as checkpoints:
+            checkpoints.commit(1, tmp_path / "parts", {"identity": identity(run)})
+        validated(changed(run, "trainer.steps=30"))
+        with pytest.raises(ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, with which addition was"):
+            validated(changed(run, "asynchrony.max_staleness=2"))
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(addition: RunConfig) -> None:
+    addition.folder.mkdir(parents=True)
+    for _ in range(2):
+        with (
+            sole_training(addition),
+            pytest.raises(RunError, match=rf"^process {os.getpid()} still trains addition: wait for it, or end it"),
+            sole_training(addition),
+        ):
+            pass
+
+
+def test_training_that_began_last_goes_on_in_a_store_that_two_machines_share(
+    addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with claimed(addition) as claim:
+        assert claim is None, "its store lies below a folder that is locked"
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/model.safetensors").touch()
+    with embedded_store(tmp_path / "shared") as server:
+        monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", server.access_key)
+        monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", server.secret_key)
+        run = parse_config(changed(addition, f"store.endpoint={server.endpoint}"))
+        with claimed(run) as first, claimed(run) as second:
+            with open_checkpoints(run, second) as checkpoints:
+                checkpoints.commit(1, tmp_path / "parts", {})
+            refused = pytest.raises(CheckpointError, match="attempt 1 of addition commits nothing any more: attempt 2")
+            with open_checkpoints(run, first) as checkpoints, refused:
+                checkpoints.commit(2, tmp_path / "parts", {})
+
+
+def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEMILL_S3_ACCESS_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"TIDEMILL_S3_ACCESS_KEY = null: .* the parameter store_secret"):
+        validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))
+
+
+def test_model_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do(addition: RunConfig) -> None:
+    with pytest.raises(RunError, match=r"not enough disk.*GiB are needed.*output="):
+        check_room(addition, weights=10**13)
+
+
+def test_demo_needs_no_more_than_a_small_machine_has(addition: RunConfig) -> None:
+    needs = {room.what.split()[0]: room.needed / 2**30 for room in rooms(addition, weights=135_000_000)}
+    assert needs["memory"] < 8
+    assert needs["disk"] < 10
+
+
+def test_weights_through_the_object_store_need_room_for_one_more_copy_in_memory(addition: RunConfig) -> None:
+    through_store = addition.model_copy(update={"sync": SyncConfig(transport="object_store")})
+    plain, more = (
+        {room.what.split()[0]: room.needed for room in rooms(config, weights=1000)}
+        for config in (addition, through_store)
+    )
+    assert (more["shared"] - plain["shared"], more["disk"] - plain["disk"]) == (2 * 1000, 2 * 2 * 1000)
+
+
+def test_time_of_a_step_adds_up_over_its_tries_and_begins_with_the_newest_attempt() -> None:
+    names = ["validate", "provision", "train", "validate", "load", "provision", "train", "train", "evaluate"]
+    phases = [PhaseStarted(name, 10.0 * number) for number, name in enumerate(names)]
+    assert seconds_by_step(phases, 95.0) == {"validate": 20.0, "provision": 10.0, "train": 20.0, "evaluate": 15.0}
+
+
+def test_time_of_a_step_that_is_not_counted_is_no_time() -> None:
+    assert seconds_by_step([PhaseStarted("conclude", 1.0)], 2.0) == seconds_by_step([], 2.0) == {}

@@ -1,1 +1,0 @@
-"""The commands of `tidemill`, by where they act; `cli.py` calls them."""

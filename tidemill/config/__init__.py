@@ -1,0 +1,1 @@
+"""Every setting of a run: its groups, their validation, and how a file is read."""

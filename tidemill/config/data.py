@@ -1,0 +1,51 @@
+"""Prompts and rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from tidemill.config.section import Number, Positive, Seconds, Section, Text
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train: Text
+    """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file, or `s3://BUCKET/KEY` at
+    `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two take options, of
+    `datasets.load_dataset` and of `reasoning_gym.create_dataset`: `hf://openai/gsm8k:train?name=main`,
+    `reasoning_gym://TASK?seed=2&size=50`."""
+    held_out: Text | None = None
+    """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
+    prompt_key: Text = "prompt"
+    """Column of the question: a string, or a list of chat messages with `role` and `content`."""
+    answer_key: Text = "answer"
+    """Column of the reference answer, or `a.b` for a value in the mappings of column `a`; may be absent from the data.
+    All other columns reach the rewards too."""
+    system_prompt: str | None = None
+    """System message before a string prompt; null leaves it to the model's chat template."""
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt is skipped, counted and reported, never cut. With `rollout.max_new_tokens` it is the context
+    that an engine reserves memory for."""
+    shuffle: bool = True
+    """Draw a new order of the rows every epoch, from `seed`."""
+    epochs: Positive | None = None
+    """Passes over the data; null repeats them until `trainer.steps` is reached."""
+
+
+class RewardConfig(Section):
+    """One reward function; a rollout's reward is the weighted sum of all of them."""
+
+    function: Text
+    """`exact_number` (the first number in the response against the answer), `math_verify`, `reasoning_gym`, `overlong`
+    (soft punishment of long responses, with the options `budget`, `buffer` and `penalty`), or an import path
+    `package.module:function`."""
+    weight: Number = 1.0
+    """Factor in the sum."""
+    timeout_s: Seconds = 10.0
+    """For all responses of a group together, which one process scores one after the other. What takes longer is killed
+    with its process and counted; the group is tried again."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments passed to every call."""

@@ -1,0 +1,1 @@
+"""One training run: what wires its parts and keeps its schedule."""

@@ -1,0 +1,1 @@
+"""All of vLLM: engines, their settings and requests, and how they load new weights."""

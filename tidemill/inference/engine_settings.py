@@ -1,0 +1,114 @@
+"""What vLLM is told about memory, widths and precision."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tidemill.config.rollout import RolloutConfig
+from tidemill.errors import ConfigError
+
+GIB = 1 << 30
+MAX_SEQUENCES = {"cpu": 128, "cuda": 1024}
+# KV blocks of the CPU backend hold 128 tokens by default and only whole blocks are shared, so that a group with a
+# short prompt would compute it once a sample. 32 is the smallest that its kernels take.
+CPU_BLOCK_SIZE = 32
+# Tokens of one step; a tenth less processor time for groups with short prompts than vLLM's default of thousands.
+CPU_STEP_TOKENS = 512
+SINGLE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+def engine_environment(rollout: RolloutConfig, gpus: int = 0) -> dict[str, str]:
+    """Environment variables that must stand before vLLM is imported, in the engine's process.
+
+    Args:
+        rollout: the settings of the run.
+        gpus: that the engine gets, where it may run on another machine than this one.
+    """
+    import torch
+
+    threads = rollout.threads or len(os.sched_getaffinity(0))
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        # Idle threads that spin would take the cores from the trainer.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(rollout.start_timeout_s)),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Without it vLLM pins threads to cores, all engines and the trainer to the same ones.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if not gpus and not torch.cuda.is_available():
+        # On the CPU, compiling takes 17 s and g++ at run time, and gains nothing.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
+    return environment
+
+
+def engine_settings(model_path: str, rollout: RolloutConfig, max_prompt_tokens: int, device: str) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`.
+
+    Args:
+        model_path: Hugging Face folder.
+        rollout: the settings of the run.
+        max_prompt_tokens: longest prompt.
+        device: "cpu" or "cuda", which vLLM was built for.
+
+    Raises:
+        ConfigError: prompt and response do not fit the model's context.
+    """
+    from tidemill.models.precision import compute_dtype
+
+    context = context_length(model_path, max_prompt_tokens + rollout.max_new_tokens)
+    settings = {
+        "dtype": str(compute_dtype(rollout.dtype, device)).removeprefix("torch."),
+        "max_model_len": context,
+        "max_num_seqs": min(rollout.concurrent_samples_per_replica * rollout.group_size, MAX_SEQUENCES[device]),
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        # Of the tempered distribution, as the trainer's.
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+    }
+    return settings | (cpu_settings(rollout, context) if device == "cpu" else gpu_settings(rollout))
+
+
+def cpu_settings(rollout: RolloutConfig, context: int) -> dict[str, Any]:
+    """Settings that only the CPU backend needs."""
+    return {
+        "enforce_eager": True,
+        # vLLM's choice for the CPU puts the model in a process of its own below the scheduler's: 1 GiB of memory and
+        # several seconds of start more, and slower for the messages between the two.
+        **({} if rollout.tensor_parallel_size > 1 else {"distributed_executor_backend": SINGLE_PROCESS}),
+        "block_size": CPU_BLOCK_SIZE,
+        # A prompt is computed whole or not yet: cutting it rewinds the generator of a seeded request by an offset that
+        # generators of the CPU do not have, and the engine dies of it.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, context),
+        "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * GIB,
+    }
+
+
+def gpu_settings(rollout: RolloutConfig) -> dict[str, Any]:
+    """Settings that only a GPU needs."""
+    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+
+
+def context_length(model_path: str, wanted: int) -> int:
+    """Tokens that the engine reserves for: `wanted` and one more, which `score` samples and throws away.
+
+    Raises:
+        ConfigError: the model's own context is shorter than `wanted`.
+    """
+    from transformers import AutoConfig
+
+    limit = int(AutoConfig.from_pretrained(model_path).get_text_config().max_position_embeddings)
+    if wanted > limit:
+        raise ConfigError(
+            "data.max_prompt_tokens + rollout.max_new_tokens",
+            wanted,
+            f"at most the {limit} tokens of context of {model_path}",
+            "Lower one of the two.",
+        )
+    return min(limit, wanted + 1)

@@ -1,0 +1,1 @@
+"""A policy version on its way from the trainer to the engines."""

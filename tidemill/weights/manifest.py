@@ -1,0 +1,165 @@
+"""What a version in the object store consists of.
+
+    runs/NAME/weights/3f9a1c0e/00000012/part-0000       encoded tensors, one after another
+    runs/NAME/weights/3f9a1c0e/00000012/manifest        written last: without it the version does not exist
+
+`3f9a1c0e` is one attempt at the run and 12 a serial number of its publications. Deltas name their base by both, because
+after a restart the same policy version is another one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from tidemill.errors import ChainError
+from tidemill.store.object_store import ObjectStore
+from tidemill.weights.delta import ENCODINGS, Encoding, checksum
+from tidemill.weights.weight_file import PREFIX_BYTES
+
+FORMAT = 1
+MANIFEST = "manifest"
+PLACE = re.compile(r"^(?P<run>.+)/(?P<attempt>[0-9a-f]{8})/(?P<serial>\d{8,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a part.
+
+    Attributes:
+        name: Hugging Face parameter name.
+        encoding: of its bytes in the part.
+        nbytes: how many those are.
+        checksum: XXH3 of the tensor's own bytes, once decoded.
+    """
+
+    name: str
+    encoding: Encoding
+    nbytes: int
+    checksum: str
+
+
+Part = tuple[StoredTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a version lies in the bucket."""
+
+    prefix: str
+    attempt: str
+    serial: int
+
+    @classmethod
+    def parse(cls, key: str) -> Place:
+        """The place with this key.
+
+        Raises:
+            ChainError: it is none.
+        """
+        match = PLACE.match(key)
+        if match is None:
+            raise ChainError(f"{key} is no place of published weights: publish them again")
+        return cls(match["run"], match["attempt"], int(match["serial"]))
+
+    @property
+    def key(self) -> str:
+        """Its folder."""
+        return f"{self.prefix}/{self.attempt}/{self.serial:08d}"
+
+    @property
+    def manifest_key(self) -> str:
+        """The object whose existence is the version."""
+        return f"{self.key}/{MANIFEST}"
+
+    def part_key(self, number: int) -> str:
+        """Of one part."""
+        return f"{self.key}/part-{number:04d}"
+
+    def at(self, serial: int) -> Place:
+        """Another publication of the same attempt."""
+        return Place(self.prefix, self.attempt, serial)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """A version in the store.
+
+    Attributes:
+        version: policy version.
+        base: serial number that the deltas are against; None if no tensor needs one.
+        header: of the safetensors file, without its length.
+        nbytes: of the safetensors file.
+        parts: the tensors of each.
+    """
+
+    version: int
+    base: int | None
+    header: str
+    nbytes: int
+    parts: tuple[Part, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all parts."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def header_bytes(self) -> bytes:
+        """The header as it stands in the file, its length before it."""
+        text = self.header.encode()
+        return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Of all parts."""
+        return (tensor for part in self.parts for tensor in part)
+
+    def to_bytes(self) -> bytes:
+        """As it is stored: a line with the checksum of what follows, then JSON."""
+        body = json.dumps({"format": FORMAT, **asdict(self)}).encode()
+        return f"{checksum(body)}\n".encode() + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> WeightManifest:
+        """Parse what `to_bytes` gave.
+
+        Raises:
+            ChainError: a byte of it is another, or it is of another format.
+        """
+        line, _, body = data.partition(b"\n")
+        if line != checksum(body).encode():
+            raise ChainError("its manifest is damaged")
+        tree = json.loads(body)
+        if tree.pop("format") != FORMAT:
+            raise ChainError("its manifest is of another format: trainer and engines must run the same Tidemill")
+        parts = tuple(tuple(StoredTensor(**tensor) for tensor in part) for part in tree.pop("parts"))
+        if any(tensor.encoding not in ENCODINGS for part in parts for tensor in part):
+            raise ChainError("its manifest names an unknown encoding")
+        return cls(parts=parts, **tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One version of a chain: where it lies, and what it consists of."""
+
+    place: Place
+    manifest: WeightManifest
+
+    @classmethod
+    def load(cls, store: ObjectStore, place: Place) -> Link:
+        """Read the manifest.
+
+        Raises:
+            ChainError: it is damaged.
+            StoreMissingError: there is none.
+        """
+        try:
+            return cls(place, WeightManifest.from_bytes(store.get_bytes(place.manifest_key)))
+        except ChainError as error:
+            raise ChainError(f"{store.uri(place.key)} cannot be used: {error}") from error
+
+
+def weights_prefix(run_name: str) -> str:
+    """Key below which the weights of a run lie."""
+    return f"runs/{run_name}/weights"

@@ -1,0 +1,258 @@
+"""An engine's end of the object store: brings a version to a file in memory, from whatever it has.
+
+The file is the trainer's export byte for byte, so that the engine loads it as one on the trainer's host would. Engines
+of one host share the folder: one fetches, the others find the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from tidemill.errors import ChainError, EngineError, StoreMissingError
+from tidemill.protocols import WeightUpdate
+from tidemill.store.object_store import ObjectStore, parse_uri
+from tidemill.weights.delta import Bytes, apply, checksum
+from tidemill.weights.manifest import Link, Part, Place
+from tidemill.weights.outbox import no_room
+from tidemill.weights.weight_file import Span, spans
+
+THREADS = 4
+POLL_S = 0.01
+FILE = re.compile(r"^([0-9a-f]{8})-(\d{8,})\.safetensors$")
+FIX = "The trainer mends it with a full snapshot, by itself when it syncs; look why the store lost or changed an object"
+
+log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Fetches for one engine.
+
+    Args:
+        folder: on a memory-backed file system, the same for all engines of the host.
+        open_store: connects to the store of the run.
+        timeout_s: to wait for another engine that fetches, or is still loading an older version.
+    """
+
+    def __init__(
+        self, folder: Path, open_store: Callable[[], AbstractContextManager[ObjectStore]], timeout_s: float
+    ) -> None:
+        self.folder, self.open_store, self.timeout_s = folder, open_store, timeout_s
+        folder.mkdir(parents=True, exist_ok=True)
+        self.users = (folder / "users.lock").open("w")
+        fcntl.flock(self.users, fcntl.LOCK_SH)
+
+    @asynccontextmanager
+    async def local(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
+        """The update as a file of this host, which stays for the time of the body.
+
+        Raises:
+            ChainError: what is stored of the version is damaged or incomplete.
+            StoreError: the store cannot be reached.
+            SyncError: no room.
+            EngineError: another engine keeps the folder for too long.
+        """
+        with (self.folder / "fetch.lock").open("w") as lock:
+            path = await asyncio.to_thread(self.locked_fetch, lock, update)
+            yield replace(update, path=str(path))
+
+    def close(self) -> None:
+        """Free the memory if no other engine of this host is left. May be called again."""
+        if self.users.closed:
+            return
+        if try_lock(self.users, fcntl.LOCK_EX):
+            self.delete_all_but(None)
+        self.users.close()
+
+    def locked_fetch(self, lock: IO[str], update: WeightUpdate) -> Path:
+        """Bring a version here, or find that another engine did.
+
+        Returns with the lock shared, so that others may load the file too and none may delete it.
+        """
+        path = self.path(place_of(update))
+        while not self.found(lock, path, update):
+            with self.open_store() as store:
+                self.fetch(store, update)
+        return path
+
+    def found(self, lock: IO[str], path: Path, update: WeightUpdate) -> bool:
+        """Take the lock: shared if the file is here, however long others take to load it; else alone, to fetch it.
+
+        What cannot be taken at once loses what was held of it (flock), so that no two wait for each other.
+
+        Raises:
+            EngineError: neither was possible before the deadline.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while not (try_lock(lock, fcntl.LOCK_SH) and path.exists()):
+            if try_lock(lock, fcntl.LOCK_EX):
+                return False
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"version {update.version} waited in {self.folder} for more than {self.timeout_s:g} s, because "
+                    "another engine of this host fetches or loads one; look at that engine, or raise sync.timeout_s"
+                )
+            time.sleep(POLL_S)
+        return True
+
+    def fetch(self, store: ObjectStore, update: WeightUpdate) -> Path:
+        """Bring a version here: from the newest base there is, or from a full snapshot where that fails.
+
+        Raises:
+            ChainError: what is stored of it is damaged or incomplete.
+            StoreError: the store does not answer, or not as it should; what is here stays for the next try.
+        """
+        place = place_of(update)
+        path = self.path(place)
+        if path.exists():
+            return path
+        base = self.newest_base(place)
+        try:
+            self.build(store, place, path, base)
+        except (ChainError, StoreMissingError) as error:
+            if base is None:
+                raise ChainError(f"cannot bring version {update.version} from the store: {error}. {FIX}") from error
+            log.warning("version %s cannot be made from %s (%s); fetching it whole", update.version, base, error)
+            self.path(base).unlink(missing_ok=True)
+            return self.fetch(store, update)
+        self.delete_all_but(path)
+        return path
+
+    def build(self, store: ObjectStore, place: Place, path: Path, base: Place | None) -> None:
+        """Make the file of a version from its chain; it appears only when every checksum is right."""
+        links = chain(store, place, base)
+        partial = self.folder / f".{path.name}.{secrets.token_hex(4)}.part"
+        try:
+            data = reserve(partial, links[0].manifest.nbytes)
+            if base is not None and links[0].manifest.base is not None:
+                copy_base(self.path(base), data)
+            for link in links:
+                receive(store, link, data)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def newest_base(self, place: Place) -> Place | None:
+        """The newest file here that a delta of the same attempt may build upon."""
+        matches = (FILE.match(path.name) for path in self.folder.iterdir())
+        held = (int(match[2]) for match in matches if match and match[1] == place.attempt)
+        serial = max((serial for serial in held if serial < place.serial), default=None)
+        return None if serial is None else place.at(serial)
+
+    def path(self, place: Place) -> Path:
+        """Where the file of a version lies here."""
+        return self.folder / f"{place.attempt}-{place.serial:08d}.safetensors"
+
+    def delete_all_but(self, path: Path | None) -> None:
+        """Free what the newest version replaces; also what a killed engine left."""
+        for other in self.folder.iterdir():
+            if other != path and other.suffix in {".safetensors", ".part"}:
+                other.unlink()
+
+
+def place_of(update: WeightUpdate) -> Place:
+    """Where a version lies in the bucket."""
+    return Place.parse(parse_uri(update.path)[1])
+
+
+def chain(store: ObjectStore, place: Place, base: Place | None) -> list[Link]:
+    """What leads to a version, oldest first: from `base` where that is on the way, else from a full snapshot.
+
+    Raises:
+        ChainError: a manifest on the way is damaged.
+        StoreMissingError: there is none.
+    """
+    links = [Link.load(store, place)]
+    while (serial := links[-1].manifest.base) is not None and (base is None or serial != base.serial):
+        links.append(Link.load(store, place.at(serial)))
+    return links[::-1]
+
+
+def reserve(path: Path, nbytes: int) -> Bytes:
+    """A new file of `nbytes` zeros, mapped. Its memory is taken now: later there would be a signal, not an error.
+
+    Raises:
+        SyncError: there is not as much.
+    """
+    try:
+        with path.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        raise no_room(path.parent, nbytes) from error
+    return np.memmap(path, dtype=np.uint8, mode="r+")
+
+
+def copy_base(path: Path, data: Bytes) -> None:
+    """Fill `data` with the version that the first delta is against.
+
+    Raises:
+        ChainError: its file is not there any more, or is of another size.
+    """
+    try:
+        base = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise ChainError(f"{path} cannot be read: {error}") from error
+    if len(base) != len(data):
+        raise ChainError(f"{path} has {len(base)} bytes and a delta for {len(data)} came")
+    data[:] = base
+
+
+def receive(store: ObjectStore, link: Link, data: Bytes) -> None:
+    """Turn the base in `data` into the version of `link`, and check every tensor."""
+    manifest = link.manifest
+    header = np.frombuffer(manifest.header_bytes(), np.uint8)
+    if manifest.base is None:
+        data[: len(header)] = header
+    elif not np.array_equal(data[: len(header)], header):
+        raise ChainError(f"version {manifest.version} is a delta for tensors of other names or shapes")
+    where = {span.name: span for span in spans(manifest.header_bytes(), len(data))}
+    if where.keys() != {tensor.name for tensor in manifest.tensors()}:
+        raise ChainError(f"the manifest of version {manifest.version} does not list the tensors of its header")
+    with ThreadPoolExecutor(THREADS) as pool:
+        jobs = [pool.submit(receive_part, store, link, n, part, where, data) for n, part in enumerate(manifest.parts)]
+    for job in jobs:
+        job.result()
+
+
+def receive_part(
+    store: ObjectStore, link: Link, number: int, part: Part, where: Mapping[str, Span], data: Bytes
+) -> None:
+    """Fetch one part and apply it to its tensors."""
+    nbytes = sum(tensor.nbytes for tensor in part)
+    key = link.place.part_key(number)
+    payload = memoryview(store.get_bytes(key) if nbytes else b"")
+    if len(payload) != nbytes:
+        raise ChainError(f"{store.uri(key)} has {len(payload)} bytes, published were {nbytes}")
+    for stored in part:
+        span = where[stored.name]
+        tensor = data[span.start : span.stop]
+        what = f"tensor {stored.name} of version {link.manifest.version} in {store.uri(key)}"
+        try:
+            apply(stored.encoding, payload[: stored.nbytes], tensor, span.width)
+        except ValueError as error:
+            raise ChainError(f"{what} is damaged: {error}") from error
+        if (found := checksum(tensor.data)) != stored.checksum:
+            raise ChainError(f"{what} is damaged, or its base is: its checksum is {found}, not {stored.checksum}")
+        payload = payload[stored.nbytes :]
+
+
+def try_lock(file: IO[Any], kind: int) -> bool:
+    """Take a lock of `kind` if that needs no waiting."""
+    try:
+        fcntl.flock(file.fileno(), kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
