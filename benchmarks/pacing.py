@@ -33,22 +33,22 @@ without knowledge is what the best rule can reach that learns how long a group t
 
 Results beyond docs/performance.md, with the arguments that reproduce them:
 
-- `--epochs 1 --ages 1 --longest 1.5 --seeds 6`: `pace` reaches 99.6 to 100.1 % of what the best rule without knowledge of
-  lengths reaches (lognormal 95.1 and 93.3 %, pareto 94.2 and 92.8 %); `mask` reaches 98.8, 97.9, 98.5 and 97.1 %; the
-  clairvoyant 99.4 % or more.
+- `--epochs 1 --ages 1 --longest 1.5 --seeds 6`: `pace` reaches 99.6 to 100.1 % of what the best rule without
+  knowledge of lengths reaches (lognormal 95.1 and 93.3 %, pareto 94.2 and 92.8 %); `mask` reaches 98.8, 97.9, 98.5
+  and 97.1 %; the clairvoyant 99.4 % or more.
 - The same with `--sync-every 1`: 99.8 % or more where a sync takes no time; with `--export` and `--pause` of 1 % of a
   version together 97.9 %, of 2 % together 96.0 %.
 - `--scatter 0.3`: short responses of a late group are too old as a whole, and `mask` reaches 95.9 to 97.8 %.
 - `--epochs 5 --ages 1 --longest 1.5 --seeds 6` (1024 prompts, `--noise 0.3`): `pace` 97.9 % or more, without memory
   92.3 % or more; with `--noise 0.5` 96 %, with `--epochs 2` 95 to 96 %.
-- `--ages 1 --longest 3`: some prompts never fit a maximum age of 1. `pace` sets them aside after `rollout.max_attempts`
-  and has 93 % after 20 versions and 87 % after 60; `mask` sets none aside and has 92 to 99 %.
-- Rules without knowledge that bring less than a point or cost throughput: cancel at the last batch of a version (+0.6);
-  begin groups of the last 5 % of a version anew (+0.9); let the trainer wait for slow groups (-2 to +0.2);
-  `staleness_strategy: wait` (71 to 78 % of the bound); one sample of a late group first (-2.2 to +3.0 points, and short
-  samples are favoured).
-- Without the queue's order by oldest version, 27 % of the tokens are generated in vain instead of none (lognormal, longest
-  1.5, age 1, training slower, seed 0).
+- `--ages 1 --longest 3`: some prompts never fit a maximum age of 1. `pace` sets them aside after
+  `rollout.max_attempts` and has 93 % after 20 versions and 87 % after 60; `mask` sets none aside and has 92 to 99 %.
+- Rules without knowledge that bring less than a point or cost throughput: cancel at the last batch of a version
+  (+0.6); begin groups of the last 5 % of a version anew (+0.9); let the trainer wait for slow groups (-2 to +0.2);
+  `staleness_strategy: wait` (71 to 78 % of the bound); one sample of a late group first (-2.2 to +3.0 points, and
+  short samples are favoured).
+- Without the queue's order by oldest version, 27 % of the tokens are generated in vain instead of none (lognormal,
+  longest 1.5, age 1, training slower, seed 0).
 
     python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--epochs 1 5] [--sync-every 4] [--json rows.json]
 """

@@ -15,10 +15,10 @@ other), medians of the passes.
 freeing or writing what another way left behind take memory bandwidth from whichever comes next. `--memory` stops there.
 
 Why `shared_memory` costs no more than the copy: the two files are written in turn and stay mapped on both sides. The
-first touch of a page costs several times its copy: 100 MB took 60 ms into a new file, 48 to 83 ms into a file mapped anew,
-and 13 ms into one that had stayed mapped; reading took 54, 31 and 11 ms. A fixed third to half of a millisecond a
-version remains (two renames, two opens, two locks), so 2 MB take 0.6 ms where a copy takes 0.2. A copy that goes through
-the buffer tensor by tensor is 1.2 to 1.4 times faster, but a version must be whole before an engine takes it.
+first touch of a page costs several times its copy: 100 MB took 60 ms into a new file, 48 to 83 ms into a file mapped
+anew, and 13 ms into one that had stayed mapped; reading took 54, 31 and 11 ms. A fixed third to half of a millisecond
+a version remains (two renames, two opens, two locks), so 2 MB take 0.6 ms where a copy takes 0.2. A copy that goes
+through the buffer tensor by tensor is 1.2 to 1.4 times faster, but a version must be whole before an engine takes it.
 """
 
 from __future__ import annotations
