@@ -53,6 +53,9 @@ def test_mistyped_section_is_named_and_not_the_one_that_is_then_missing() -> Non
         ("trainer.STEPS=9", "trainer.steps"),
         ("async.max_staleness=2", "asynchrony"),
         ("rollout.temp=0.7", "rollout.temperature"),
+        ("algorithm.clip_low=0.1", "algorithm.clip_ratio_low"),
+        ("algorithm.clip_high=0.3", "algorithm.clip_ratio_high"),
+        ("algorithm.kl_coef=0.01", "algorithm.kl_loss_coef"),
         ("rollout.colour=9", None),
     ],
 )

@@ -76,8 +76,8 @@ def test_the_fit_is_seen_from_the_state_alone(addition: RunConfig, store: Object
     place = checkpoints.manifest(1).folder
     store.put_bytes(f"{place}/model.safetensors", b"damaged")  # of the same size, so that only its bytes tell
     check_fit(addition, checkpoints)
-    with pytest.raises(ConfigError, match=r"^algorithm\.kl_coef = 0\.5: allowed is 0\.0"):
-        check_fit(changed(addition, "algorithm.kl_coef=0.5"), checkpoints)
+    with pytest.raises(ConfigError, match=r"^algorithm\.kl_loss_coef = 0\.5: allowed is 0\.0"):
+        check_fit(changed(addition, "algorithm.kl_loss_coef=0.5"), checkpoints)
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never': allowed is auto"):
         check_fit(changed(addition, "checkpoint.resume=never"), checkpoints)
 
@@ -95,8 +95,8 @@ def test_the_newest_commit_is_what_a_run_goes_on_from(addition: RunConfig, store
     restart = restart_of(addition)
     checkpoints.commit(3, tmp_path, restart.to_state())
     assert find_restart(addition, checkpoints) == restart
-    with pytest.raises(ConfigError, match=r"^algorithm\.clip_low"):
-        find_restart(changed(addition, "algorithm.clip_low=0.1"), checkpoints)
+    with pytest.raises(ConfigError, match=r"^algorithm\.clip_ratio_low"):
+        find_restart(changed(addition, "algorithm.clip_ratio_low=0.1"), checkpoints)
 
 
 def test_the_documentation_says_what_may_not_change() -> None:

@@ -20,8 +20,8 @@ def clip(
         torch.tensor([advantage]),
         torch.ones(1),
         denominator=1.0,
-        clip_low=low,
-        clip_high=high,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
         dual_clip=dual,
     )
     loss.backward()
@@ -70,7 +70,14 @@ def test_an_infinite_ratio_gives_finite_gradients() -> None:
     log_prob = torch.tensor([0.0, 0.0], requires_grad=True)
     old, advantages = torch.tensor([-1e6, 1e6]), torch.tensor([1.0, -1.0])
     loss, _ = ppo_clip(
-        log_prob, old, advantages, torch.ones(2), denominator=1.0, clip_low=0.2, clip_high=0.2, dual_clip=None
+        log_prob,
+        old,
+        advantages,
+        torch.ones(2),
+        denominator=1.0,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        dual_clip=None,
     )
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(log_prob.grad).all()
@@ -79,7 +86,7 @@ def test_an_infinite_ratio_gives_finite_gradients() -> None:
 def test_sums_add_up_over_any_split() -> None:
     torch.manual_seed(0)
     log_probs, old, advantages, weights = torch.randn(4, 12).unbind()
-    settings = {"denominator": 7.0, "clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
+    settings = {"denominator": 7.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "dual_clip": 3.0}
     whole, sums = ppo_clip(log_probs, old, advantages, weights, **settings)
     parts = [ppo_clip(*(t[cut] for t in (log_probs, old, advantages, weights)), **settings)
              for cut in (slice(0, 5), slice(5, 12))]  # fmt: skip

@@ -162,7 +162,7 @@ def config_of(drawn: Settings) -> RunConfig:
             "micro_batch_tokens": drawn["room"],
             "ranks": drawn["ranks"],
         },
-        algorithm={"aggregation": drawn["aggregation"], "kl_coef": drawn["kl_coef"]},
+        algorithm={"aggregation": drawn["aggregation"], "kl_loss_coef": drawn["kl_loss_coef"]},
         checkpoint={"every": drawn["every"]},
     )
 
@@ -185,7 +185,7 @@ def drawn_settings() -> st.SearchStrategy[dict[str, Any]]:
             "room": st.sampled_from([20, 200]),
             "ranks": st.integers(1, 2),
             "aggregation": st.sampled_from(["token", "sequence"]),
-            "kl_coef": st.sampled_from([0.0, 0.1]),
+            "kl_loss_coef": st.sampled_from([0.0, 0.1]),
             "every": st.integers(1, 2),
             "faults": st.dictionaries(
                 st.integers(0, 31), st.sampled_from(["error", "hang", "abort", "empty", "straggle"]), max_size=4
@@ -233,7 +233,7 @@ def check_taught(config: RunConfig, taught: Taught) -> None:
     kept = young_ones(config, taught)
     for group, parts in zip(taught.groups, kept, strict=True):
         for rollout, part in zip(group.rollouts, parts, strict=True):
-            if config.algorithm.kl_coef or rollout.reward != group.rewards.mean():
+            if config.algorithm.kl_loss_coef or rollout.reward != group.rewards.mean():
                 targets += part
     for start in range(0, len(kept), size):
         lengths = [len(part) for parts in kept[start : start + size] for part in parts]

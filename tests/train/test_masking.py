@@ -135,7 +135,7 @@ def plain_loss(rank: PolicyRank, start: Any, group: Group, advantages: Float32Ar
                 share = (PRESENT - version) / (PRESENT + done - version) if done else 1.0
                 gain = plain_gain(algorithm, new[at], began[at], rollout.log_probs[at].item(), share)(advantage)
                 apart = reference[at] - new[at]
-                terms.append(algorithm.kl_coef * (apart.exp() - 1 - apart) - gain)
+                terms.append(algorithm.kl_loss_coef * (apart.exp() - 1 - apart) - gain)
         counts.append(len(terms))
         losses += [sum(terms) / (len(terms) if algorithm.aggregation == "sequence" else 1)] if terms else []
     return sum(losses), sum(counts) if algorithm.aggregation == "token" else len(losses)
@@ -147,7 +147,7 @@ def plain_loss(rank: PolicyRank, start: Any, group: Group, advantages: Float32Ar
 def test_the_loss_is_the_objective_written_out_over_the_young_tokens(
     llama: Path, mode: str, aggregation: Any, done: int
 ) -> None:
-    algorithm = AlgorithmConfig.model_validate({**MODES[mode], "aggregation": aggregation, "kl_coef": 0.3})
+    algorithm = AlgorithmConfig.model_validate({**MODES[mode], "aggregation": aggregation, "kl_loss_coef": 0.3})
     rank = make_rank(llama, algorithm, steps_per_version=STEPS, learning_rate=5e-4)
     groups = [sampled_by(rank.model, met_updates(group), shift=0.6) for group in random_groups(5)]
     masked, advantages = [mask_stale(group, PRESENT, BOUND) for group in groups], random_advantages(groups)

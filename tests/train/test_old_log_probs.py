@@ -187,7 +187,7 @@ def test_sequences_count_alike_whatever_is_corrected(llama: Path, mode: str) -> 
 def test_a_kl_penalty_is_not_weighted(llama: Path) -> None:
     found = []
     for mode in ("rollout", "exact"):
-        rank = rank_of(llama, mode, kl_coef=0.5)
+        rank = rank_of(llama, mode, kl_loss_coef=0.5)
         groups = step_groups(rank.model)
         with torch.no_grad():  # away from the reference, where the penalty has no slope
             for parameter in rank.parameters.values():

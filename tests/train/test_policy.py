@@ -48,13 +48,13 @@ def plain_gradients(rank: PolicyRank, groups: list[Group], advantages: list[Floa
             weights = mask / mask.sum().clamp(min=1) if a.aggregation == "sequence" else mask
             new = plain_log_probs(rank.model, group, rollout)
             old = torch.from_numpy(rollout.log_probs)
-            clips = {"clip_low": a.clip_low, "clip_high": a.clip_high, "dual_clip": a.dual_clip}
+            clips = {"clip_ratio_low": a.clip_ratio_low, "clip_ratio_high": a.clip_ratio_high, "dual_clip": a.dual_clip}
             spread = torch.full_like(new, float(advantage))
             loss, _ = ppo_clip(new, old, spread, weights, denominator=denominator, **clips)
             if rank.reference is not None:
                 with torch.no_grad():
                     reference = plain_log_probs(rank.reference.model, group, rollout)
-                loss = loss + a.kl_coef * kl_penalty(new, reference, weights, denominator=denominator)[0]
+                loss = loss + a.kl_loss_coef * kl_penalty(new, reference, weights, denominator=denominator)[0]
             loss.backward()
     return {name: parameter.grad.clone() for name, parameter in rank.parameters.items()}
 
@@ -95,7 +95,7 @@ def test_packed_gradient_equals_the_plain_one(tmp_path: Path, aggregation: str, 
 
 
 def test_gradient_with_kl_penalty_equals_the_plain_one(llama: Path) -> None:
-    rank, groups = make_rank(llama, AlgorithmConfig(kl_coef=0.5)), random_groups(3)
+    rank, groups = make_rank(llama, AlgorithmConfig(kl_loss_coef=0.5)), random_groups(3)
     with torch.no_grad():  # away from the reference, where the penalty has no slope
         for parameter in rank.parameters.values():
             parameter.mul_(1.05)
@@ -179,7 +179,7 @@ def test_the_gradient_is_clipped_to_the_bound_and_the_norm_before_is_reported(
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_the_distance_to_the_reference_is_reported_as_a_mean_over_all_tokens(llama: Path, aggregation: str) -> None:
-    rank = make_rank(llama, AlgorithmConfig.model_validate({"kl_coef": 0.5, "aggregation": aggregation}))
+    rank = make_rank(llama, AlgorithmConfig.model_validate({"kl_loss_coef": 0.5, "aggregation": aggregation}))
     groups, plain = random_groups(3), make_rank(llama)
     with torch.no_grad():
         for parameter in rank.parameters.values():

@@ -51,7 +51,7 @@ class Case:
 
 
 CASES = {
-    "reference": Case(AlgorithmConfig(kl_coef=0.5), 2),
+    "reference": Case(AlgorithmConfig(kl_loss_coef=0.5), 2),
     "version_start": Case(DECOUPLED, 2, tied=False, trainer={"gradient_checkpointing": True, "max_grad_norm": 0.01}),
     # Rounding to bfloat16 may go the other way after a first update that differs in the last bit.
     "bfloat16": Case(DECOUPLED, 1, trainer={"precision": "bfloat16"}, rel=2e-2, atol=2e-5),
@@ -66,7 +66,7 @@ def step_data(step: int) -> tuple[list[Group], list[Float32Array], float]:
 
 def share(policy: PolicyRank, step: int) -> list:
     groups, advantages, _ = step_data(step)
-    options = {"keep_all": policy.algorithm.kl_coef > 0}
+    options = {"keep_all": policy.algorithm.kl_loss_coef > 0}
     return batches_of(groups, advantages, 60, policy.world.size, **options)[policy.world.rank]
 
 

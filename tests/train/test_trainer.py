@@ -140,9 +140,9 @@ async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
         trainer.check_age([await one_group(rig.config)])
 
 
-@pytest.mark.parametrize(("kl_coef", "rows"), [(0.0, 0), (0.5, 1)])
-async def test_groups_that_teach_nothing_are_packed_only_for_a_kl_penalty(kl_coef: float, rows: int) -> None:
-    trainer = make_trainer(rig := Rig(run_config(algorithm={"kl_coef": kl_coef})))
+@pytest.mark.parametrize(("kl_loss_coef", "rows"), [(0.0, 0), (0.5, 1)])
+async def test_groups_that_teach_nothing_are_packed_only_for_a_kl_penalty(kl_loss_coef: float, rows: int) -> None:
+    trainer = make_trainer(rig := Rig(run_config(algorithm={"kl_loss_coef": kl_loss_coef})))
     assert len(trainer.pack([await one_group(rig.config)], [np.zeros(2, np.float32)])) == rows
 
 

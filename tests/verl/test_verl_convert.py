@@ -46,7 +46,7 @@ def test_the_example_script_becomes_the_run_that_it_describes() -> None:
     assert run.trainer.steps == 51200 // (32 * 2) == 800
     assert run.max_groups_between_syncs == int(1.5 * 4 * 2 * 32)
     assert (run.rollout.engines, run.rollout.tensor_parallel_size, run.trainer.ranks) == (3, 4, 4)
-    assert (run.algorithm.kl_coef, run.algorithm.clip_high, run.algorithm.dual_clip) == (0.01, 0.28, 10.0)
+    assert (run.algorithm.kl_loss_coef, run.algorithm.clip_ratio_high, run.algorithm.dual_clip) == (0.01, 0.28, 10.0)
     assert run.trainer.micro_batch_tokens == (2048 + 8192) * 2
 
 
@@ -64,7 +64,7 @@ def test_what_a_script_leaves_out_is_as_verl_has_it() -> None:
     run = config()
     assert (run.asynchrony.staleness_threshold, run.asynchrony.trigger_parameter_sync_step) == (0.1, 4)
     assert (run.trainer.ppo_mini_batch_size, run.trainer.weight_decay) == (256, 0.01)
-    assert (run.algorithm.kl_coef, run.algorithm.old_log_prob, run.checkpoint.every) == (0, "rollout", 0)
+    assert (run.algorithm.kl_loss_coef, run.algorithm.old_log_prob, run.checkpoint.every) == (0, "rollout", 0)
     assert (run.trainer.ranks, run.rollout.engines, run.trainer.gradient_checkpointing) == (8, 4, True)
     assert "algorithm.adv_estimator = gae (verl's default): only grpo" in refusal("~algorithm.adv_estimator")
 
@@ -72,14 +72,14 @@ def test_what_a_script_leaves_out_is_as_verl_has_it() -> None:
 @pytest.mark.parametrize(
     ("setting", "key", "value"),
     [
-        ("actor_rollout_ref.actor.clip_ratio_low=0.1", "algorithm.clip_low", 0.1),
-        ("actor_rollout_ref.actor.clip_ratio_high=0.3", "algorithm.clip_high", 0.3),
+        ("actor_rollout_ref.actor.clip_ratio_low=0.1", "algorithm.clip_ratio_low", 0.1),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.3", "algorithm.clip_ratio_high", 0.3),
         ("actor_rollout_ref.actor.clip_ratio_c=5", "algorithm.dual_clip", 5.0),
         ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "algorithm.aggregation", "token"),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.aggregation", "sequence"),
         ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.normalize_std", False),
-        ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl_coef", 0.001),
-        ("actor_rollout_ref.actor.kl_loss_coef=0.5", "algorithm.kl_coef", 0.0),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl_loss_coef", 0.001),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.5", "algorithm.kl_loss_coef", 0.0),
         ("actor_rollout_ref.actor.optim.lr=3e-6", "trainer.learning_rate", 3e-6),
         ("actor_rollout_ref.actor.optim.weight_decay=0.2", "trainer.weight_decay", 0.2),
         ("actor_rollout_ref.actor.grad_clip=0.5", "trainer.max_grad_norm", 0.5),

@@ -259,7 +259,7 @@ def meant(key: str, siblings: Sequence[str]) -> str:
     """A question after the setting that was probably meant: one cut short, a similar one, or one of another section."""
     section, _, name = key.rpartition(".")
     short = [sibling for sibling in siblings if sibling.startswith(name.lower())]
-    near = [*(short if len(short) == 1 else []), *difflib.get_close_matches(name.lower(), siblings, 1, 0.75)]
+    near = [*(short if len(short) == 1 else []), *difflib.get_close_matches(name.lower(), siblings, 1, 0.7)]
     elsewhere = [known for known, _, _ in fields() if known.rpartition(".")[2] == name]
     found = [*(f"{section}.{sibling}".lstrip(".") for sibling in near), *elsewhere]
     return f"Did you mean {found[0]}? " if found else ""

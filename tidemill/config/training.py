@@ -18,13 +18,13 @@ class AlgorithmConfig(Section):
 
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
-    """The ratio is clipped above at 1 + clip_high; a larger value than clip_low is DAPO's clip-higher."""
+    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below at 1 - clip_ratio_low."""
+    clip_ratio_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
+    """The ratio is clipped above at 1 + clip_ratio_high; a larger value than clip_ratio_low is DAPO's clip-higher."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 3.0
     """Bound of the loss for negative advantages (Ye et al. 2020, arXiv:1912.09729); null leaves it out."""
-    kl_coef: NonNegative = 0.0
+    kl_loss_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || reference); above 0 a frozen copy of the first policy is kept."""
     aggregation: Literal["token", "sequence"] = "token"
     """Average over all response tokens of the optimizer step, or first over each sequence."""

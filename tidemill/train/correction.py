@@ -4,7 +4,8 @@ Three policies meet in a loss: the *behaviour* policy that sampled a token, the 
 is kept close to, and the present one, which is trained. PPO takes the first two to be the same; the decoupled objective
 keeps them apart, because what was sampled long ago is a bad place to stay close to:
 
-    objective = pi_prox / pi_behave * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)    with r = pi / pi_prox
+    r = pi / pi_prox
+    objective = pi_prox / pi_behave * min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A)
 
 Hilton et al. 2021, arXiv:2110.00641; per token of a language model in AReaL, Fu et al. 2025,
 arXiv:2505.24298, equation 5. The first factor is computed here, and no gradient flows through it; the rest is

@@ -23,18 +23,20 @@ def ppo_clip(
     weights: Tensor,
     *,
     denominator: float,
-    clip_low: float,
-    clip_high: float,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
     dual_clip: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate loss.
 
         r = exp(log_prob - old_log_prob)
-        objective = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)     PPO, Schulman et al. 2017, arXiv:1707.06347
-        objective = max(objective, dual_clip A)   where A < 0            dual clip, Ye et al. 2020, arXiv:1912.09729
+        objective = min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A)
+        objective = max(objective, dual_clip A)   where A < 0
         loss = -sum(weight * objective) / denominator
 
-    `clip_high` above `clip_low` is DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476).
+    The first objective is that of PPO (Schulman et al. 2017, arXiv:1707.06347); the second is dual clip (Ye et al.
+    2020, arXiv:1912.09729). `clip_ratio_high` above `clip_ratio_low` is DAPO's clip-higher (Yu et al. 2025,
+    arXiv:2503.14476).
 
     Args:
         log_probs: `[K]` of the policy that is trained, with gradient.
@@ -42,8 +44,8 @@ def ppo_clip(
         advantages: `[K]`.
         weights: `[K]`.
         denominator: of the whole optimizer step.
-        clip_low: the ratio is clipped at `1 - clip_low`.
-        clip_high: the ratio is clipped at `1 + clip_high`.
+        clip_ratio_low: the ratio is clipped at `1 - clip_ratio_low`.
+        clip_ratio_high: the ratio is clipped at `1 + clip_ratio_high`.
         dual_clip: bound of the loss per unit of negative advantage, or None.
 
     Returns:
@@ -53,7 +55,7 @@ def ppo_clip(
     log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     plain = ratio * advantages
-    objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    objective = torch.minimum(plain, ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
     loss = -(weights * objective).sum() / denominator

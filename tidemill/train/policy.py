@@ -76,7 +76,7 @@ class PolicyRank:
         self.dtype = compute_dtype(trainer.precision, self.device)
         load = load_model if self.world.rank == 0 else outline_model  # `spread` hands the values out
         self.model = load(self.model_path, trainer.gradient_checkpointing)
-        reference = frozen_copy(self.model) if algorithm.kl_coef > 0 else None
+        reference = frozen_copy(self.model) if algorithm.kl_loss_coef > 0 else None
         self.world.join(trainer.get_timeout_s)
         self.network = self.place(self.model)
         self.reference = None if reference is None else self.place(reference)
@@ -180,15 +180,15 @@ class PolicyRank:
             advantages,
             corrected,
             denominator=denominator,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
+            clip_ratio_low=algorithm.clip_ratio_low,
+            clip_ratio_high=algorithm.clip_ratio_high,
             dual_clip=algorithm.dual_clip,
         )
         if self.reference is not None:
             with torch.no_grad():
                 reference = self.forward(self.reference, batch)
             penalty, distance = kl_penalty(log_probs, reference, weights, denominator=denominator)
-            loss, sums = loss + algorithm.kl_coef * penalty, sums | distance
+            loss, sums = loss + algorithm.kl_loss_coef * penalty, sums | distance
         return loss, sums | correction
 
     def old_log_probs(self, batch: MicroBatch, present: Tensor, sampled: Tensor, start: Float32Array | None) -> Tensor:

@@ -34,7 +34,7 @@ class Tally:
     """Running sums, the same ones on every rank whatever its share of the tokens is."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self.names = SUMS + CORRECTION_SUMS[algorithm.old_log_prob] + (REFERENCE_SUMS if algorithm.kl_coef else ())
+        self.names = SUMS + CORRECTION_SUMS[algorithm.old_log_prob] + (REFERENCE_SUMS if algorithm.kl_loss_coef else ())
         self.sums = torch.zeros(len(self.names), dtype=torch.float64)
         self.weight_max = torch.zeros(1, dtype=torch.float64)
 

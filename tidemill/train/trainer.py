@@ -279,7 +279,7 @@ class Trainer:
             row
             for group, advantage in zip(groups, advantages, strict=True)
             for row in pack_group(
-                group, advantage, limit, aggregation=algorithm.aggregation, keep_all=algorithm.kl_coef > 0
+                group, advantage, limit, aggregation=algorithm.aggregation, keep_all=algorithm.kl_loss_coef > 0
             )
         ]
 

@@ -175,7 +175,7 @@ def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
         "rollout.engines": whole_engines(known),
         "rollout.tensor_parallel_size": known[f"{rollout}tensor_model_parallel_size"],
         "trainer.ranks": known["trainer.nnodes"] * known["trainer.n_gpus_per_node"],
-        "algorithm.kl_coef": known[f"{actor}kl_loss_coef"] if known[f"{actor}use_kl_loss"] else 0.0,
+        "algorithm.kl_loss_coef": known[f"{actor}kl_loss_coef"] if known[f"{actor}use_kl_loss"] else 0.0,
     }
     batches = done.ours.get("asynchrony.require_batches", 1)
     if warmup := done.ours.get("trainer.warmup_steps"):  # verl counts steps of the trainer, we count optimizer steps
