@@ -1,6 +1,6 @@
 """The pipeline for a schedule: on from the champion of the registry, with the prompts that came since.
 
-    renew ─► if there are new prompts: provision ─► train ─► evaluate ─► register ─► remember
+    prepare_continual ─► if there are new prompts: provision ─► train ─► evaluate ─► register ─► record_progress
         └──────────────────────── exit handler: teardown ────────────────────────────┘
 
 The first run starts from the settings' own model. A version becomes the champion if it is not worse than the one that
@@ -9,12 +9,12 @@ its run started from.
 
 from kfp import dsl
 from tidemill_components import IMAGE
+from tidemill_components.prepare_continual import prepare_continual
+from tidemill_components.record_progress import record_progress
 from tidemill_components.register import register
-from tidemill_components.remember import remember
-from tidemill_components.renew import renew
 from tidemill_components.teardown import teardown
-from tidemill_pipelines.learning import learned
 from tidemill_pipelines.tasks import KEPT, Pod
+from tidemill_pipelines.training import training_steps
 
 
 @dsl.pipeline(
@@ -56,12 +56,12 @@ def continual(
     pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
-    with dsl.ExitHandler(pod.again(teardown(**name, variants="")), name="run"):
-        renewed = pod.task(renew(**name, **amounts, prompts=prompts)).outputs
+    with dsl.ExitHandler(pod.retryable(teardown(**name, variants="")), name="run"):
+        renewed = pod.task(prepare_continual(**name, **amounts, prompts=prompts)).outputs
         settings = renewed["settings"]
         # KFP's local runner evaluates a condition as an expression with the value in it, which the lines of settings
         # break, and finds no output of another name; in both cases it would take the condition for false.
         with dsl.If(renewed["Output"] == "train", name="new-prompts"):
-            summary, evaluation = learned(pod, settings)
-            final = pod.again(register(config=settings, summary=summary, evaluation=evaluation)).outputs["Output"]
-            pod.again(remember(config=settings, summary=final))
+            summary, evaluation = training_steps(pod, settings)
+            final = pod.retryable(register(config=settings, summary=summary, evaluation=evaluation)).outputs["Output"]
+            pod.retryable(record_progress(config=settings, summary=final))

@@ -12,8 +12,8 @@ from tidemill_components import IMAGE
 from tidemill_components.register import register
 from tidemill_components.teardown import teardown
 from tidemill_components.validate import validate
-from tidemill_pipelines.learning import learned
 from tidemill_pipelines.tasks import KEPT, Pod
+from tidemill_pipelines.training import training_steps
 
 
 @dsl.pipeline(
@@ -52,7 +52,7 @@ def post_training(
     pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
-    with dsl.ExitHandler(pod.again(teardown(**name, variants="")), name="run"):
+    with dsl.ExitHandler(pod.retryable(teardown(**name, variants="")), name="run"):
         settings = pod.task(validate(**name, **amounts)).outputs["Output"]
-        summary, evaluation = learned(pod, settings)
-        pod.again(register(config=settings, summary=summary, evaluation=evaluation))
+        summary, evaluation = training_steps(pod, settings)
+        pod.retryable(register(config=settings, summary=summary, evaluation=evaluation))

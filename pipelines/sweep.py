@@ -1,6 +1,6 @@
 """The pipeline of a sweep: several runs that differ in some settings, of which the best is registered.
 
-    spread ─► for each variant: provision ─► train ─► evaluate ─► conclude ─► choose
+    validate_sweep ─► for each variant: provision ─► train ─► evaluate ─► finish_variant ─► select_best
         └─────────────────────── exit handler: teardown of all ────────────────┘
 
 A variant whose training fails ends its own cluster and fails the sweep; started again under the same name, variants
@@ -9,12 +9,12 @@ that were done are done at once.
 
 from kfp import dsl
 from tidemill_components import IMAGE
-from tidemill_components.choose import choose
-from tidemill_components.conclude import conclude
-from tidemill_components.spread import spread
+from tidemill_components.finish_variant import finish_variant
+from tidemill_components.select_best import select_best
 from tidemill_components.teardown import teardown
-from tidemill_pipelines.learning import learned
+from tidemill_components.validate_sweep import validate_sweep
 from tidemill_pipelines.tasks import KEPT, Pod
+from tidemill_pipelines.training import training_steps
 
 AT_ONCE = 4
 """Variants that run at the same time; KFP's local runner takes two."""
@@ -59,9 +59,9 @@ def sweep(
     pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
-    with dsl.ExitHandler(pod.again(teardown(**name, variants=variants)), name="sweep"):
-        settings = pod.task(spread(**name, **amounts, variants=variants)).outputs["Output"]
+    with dsl.ExitHandler(pod.retryable(teardown(**name, variants=variants)), name="sweep"):
+        settings = pod.task(validate_sweep(**name, **amounts, variants=variants)).outputs["Output"]
         with dsl.ParallelFor(settings, name="variants", parallelism=AT_ONCE) as one:
-            summary, evaluation = learned(pod, one)
-            result = pod.again(conclude(config=one, summary=summary, evaluation=evaluation)).outputs["Output"]
-        pod.again(choose(**name, results=dsl.Collected(result)))
+            summary, evaluation = training_steps(pod, one)
+            result = pod.retryable(finish_variant(config=one, summary=summary, evaluation=evaluation)).outputs["Output"]
+        pod.retryable(select_best(**name, results=dsl.Collected(result)))

@@ -52,7 +52,7 @@ class Pod:
         kubernetes.add_pod_annotation(task, "cluster-autoscaler.kubernetes.io/safe-to-evict", "false")
         return task
 
-    def again(self, task: dsl.PipelineTask, seconds: int = HOUR) -> dsl.PipelineTask:
+    def retryable(self, task: dsl.PipelineTask, seconds: int = HOUR) -> dsl.PipelineTask:
         """The task, tried again after a failure: it finds what the try before left and goes on from there."""
         return self.task(task, seconds).set_retry(
             num_retries=RETRIES, backoff_duration=BACKOFF, backoff_factor=FACTOR, backoff_max_duration=LONGEST_BACKOFF

@@ -77,8 +77,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> Rig:
 
 def test_sweep_trains_every_variant_and_registers_the_best_one(swept: Rig) -> None:
     assert (swept.tries("rates-v1"), swept.tries("rates-v2")) == (1, 2)
-    assert Summary.from_json(swept.output("choose", "Output")).model_version == "tiny/1"
-    rows = [line for line in swept.output("choose", "report").splitlines() if line.startswith("| rates")]
+    assert Summary.from_json(swept.output("select-best", "Output")).model_version == "tiny/1"
+    rows = [line for line in swept.output("select-best", "report").splitlines() if line.startswith("| rates")]
     assert [row.split()[1] for row in rows] == ["rates-v2", "rates-v1"]
     version = model_version("models:/tiny/1", tracking_uri(settings(swept)))
     assert version.source == "s3://tidemill/runs/rates-v2/model/3"
@@ -133,8 +133,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> Rig:
 def test_continual_training_without_new_prompts_leaves_the_champion(begun: Rig) -> None:
     idle = begun.run("continual", run_name="c2", prompts="prompts")
     assert idle.returncode == 0, idle.stdout
-    assert (begun.output("renew", "Output"), begun.tries("c2")) == ("wait", 0)
-    assert "Nothing new" in begun.output("renew", "links")
+    assert (begun.output("prepare-continual", "Output"), begun.tries("c2")) == ("wait", 0)
+    assert "Nothing new" in begun.output("prepare-continual", "links")
     assert champion_version(settings(begun)) == "1"
 
 
@@ -142,7 +142,7 @@ def test_continual_training_goes_on_from_the_champion_with_all_new_prompts(begun
     fill(begun, "2026-11-02", "2026-11-03")
     second = begun.run("continual", run_name="c3", prompts="prompts", overrides="trainer.learning_rate=0.0006")
     assert second.returncode == 0, second.stdout
-    renewed = begun.output("renew", "settings")
+    renewed = begun.output("prepare-continual", "settings")
     assert "model: models:/tiny/1\n" in renewed
     [source] = re.findall(r"train: (.+/inputs/.+)", renewed)
     assert Path(source).read_text().count("\n") == 2 and source.endswith("2026-11-03.jsonl")

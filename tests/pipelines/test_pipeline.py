@@ -28,10 +28,10 @@ COMPONENTS = sorted(path for path in (ROOT / "components").glob("*.py") if path.
 IMAGE_PARAMETER = "{{$.inputs.parameters['pipelinechannel--steps_image']}}"
 STEPS = {
     "post_training": {"validate", "provision", "train", "evaluate", "register", "teardown"},
-    "sweep": {"spread", "provision", "train", "evaluate", "conclude", "choose", "teardown"},
-    "continual": {"renew", "provision", "train", "evaluate", "register", "remember", "teardown"},
+    "sweep": {"validate-sweep", "provision", "train", "evaluate", "finish-variant", "select-best", "teardown"},
+    "continual": {"prepare-continual", "provision", "train", "evaluate", "register", "record-progress", "teardown"},
 }
-FIRST = {"post_training": "validate", "sweep": "spread", "continual": "renew"}
+FIRST = {"post_training": "validate", "sweep": "validate-sweep", "continual": "prepare-continual"}
 FORM = {"config", "overrides", "run_name", "gpu_type", "engines", "ranks", "image", "gpu_hours", "store_secret"}
 MORE = {"post_training": set(), "sweep": {"variants"}, "continual": {"prompts"}}
 LIMIT_BYTES = 256 * 1024  # a workflow is about three times as large, and etcd takes 1.5 MiB
@@ -102,7 +102,7 @@ def test_compile_into_a_missing_folder_is_one_message(tmp_path: Path, capsys: py
 @EACH
 def test_every_step_is_a_component(name: str) -> None:
     assert set(tasks(name)) == STEPS[name]
-    assert {path.stem for path in COMPONENTS} == set().union(*STEPS.values())
+    assert {path.stem.replace("_", "-") for path in COMPONENTS} == set().union(*STEPS.values())
 
 
 @EACH
@@ -251,7 +251,7 @@ def test_condition_is_on_a_word_that_the_local_runner_finds() -> None:
     conditions = [
         task["triggerPolicy"]["condition"] for tasks in graphs for task in tasks.values() if "triggerPolicy" in task
     ]
-    assert conditions == ["inputs.parameter_values['pipelinechannel--renew-Output'] == 'train'"]
+    assert conditions == ["inputs.parameter_values['pipelinechannel--prepare-continual-Output'] == 'train'"]
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: path.stem)

@@ -26,7 +26,7 @@ from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.steps import steps
 from tidemill.steps.request import Request
 from tidemill.steps.steps import evaluate, excerpt, log_number, provision, register, teardown, track_evaluation
-from tidemill.steps.sweep import choose, conclude
+from tidemill.steps.sweep import finish_variant, select_best
 from tidemill.store.seaweedfs import find_server
 from tidemill.store.server import open_store, store_folder
 from tidemill.tracking import mlflow_server
@@ -242,10 +242,12 @@ def test_exported_model_is_scored_from_the_store_by_an_engine_of_its_own(trained
 
 
 def concluded(run: RunConfig, name: str, score: float | None) -> str:
-    """What `conclude` returns for a variant of a sweep."""
+    """What `finish_variant` returns for a variant of a sweep."""
     variant = run.model_copy(update={"name": name, "registry": run.registry.model_copy(update={"model": "addition"})})
     before = summary(variant, 0.25, f"s3://tidemill/runs/{name}/model/25")
-    return conclude(variant.to_yaml(), before.to_json(), "null" if score is None else evaluation(score), {}.__setitem__)
+    return finish_variant(
+        variant.to_yaml(), before.to_json(), "null" if score is None else evaluation(score), {}.__setitem__
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_best_variant_is_registered_from_what_the_store_has_of_it(
     results = [concluded(trained, f"s-v{n}", score) for n, score in enumerate(scores, start=1)]
     assert max(len(result) for result in results) < 200
     model = Model(tmp_path / "model.json")
-    final = Summary.from_json(choose(sweep, results, str(tmp_path / "r.md"), str(tmp_path / "r.html"), model))
+    final = Summary.from_json(select_best(sweep, results, str(tmp_path / "r.md"), str(tmp_path / "r.html"), model))
     assert (final.model_uri, final.model_version) == (f"s3://tidemill/runs/{best}/model/25", "addition/1")
     assert f"| {best} (best) |" in (tmp_path / "r.md").read_text()
     runs = {run.info.run_name: run for run in make_client(tracking_uri(trained)).search_runs(["1"])}
@@ -272,7 +274,7 @@ def test_sweep_without_any_score_registers_nothing_and_says_why(trained: RunConf
     strict = trained.model_copy(update={"registry": trained.registry.model_copy(update={"min_score": 0.5})})
     results = [concluded(strict, f"s-v{n}", None) for n in (1, 2)]
     files = (str(tmp_path / "r.md"), str(tmp_path / "r.html"))
-    final = choose(Request(strict.to_yaml(), run_name="s"), results, *files, Model(tmp_path / "model.json"))
+    final = select_best(Request(strict.to_yaml(), run_name="s"), results, *files, Model(tmp_path / "model.json"))
     assert Summary.from_json(final).model_version is None
     assert "no held-out score" in Summary.from_json(final).reason("model_version")
 

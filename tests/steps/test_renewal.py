@@ -10,7 +10,7 @@ from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, DataError
 from tidemill.steps import renewal
-from tidemill.steps.renewal import Material, begin_renewal, name_of, new_prompts, remember
+from tidemill.steps.renewal import Material, name_of, new_prompts, prepare_continual, record_progress
 from tidemill.steps.request import Request
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
 from tidemill.tracking.registry import last_prompts
@@ -76,7 +76,7 @@ def test_any_other_source_is_always_new_and_remembered_as_it_is(addition: RunCon
 def begun(config: RunConfig, run: str, prompts: Path, folder: Path) -> RunConfig:
     """The settings that the first step makes of a run."""
     asked = Request(config.to_yaml(), run_name=run)
-    settings, word = begin_renewal(asked, str(prompts), str(folder / "links.md"))
+    settings, word = prepare_continual(asked, str(prompts), str(folder / "links.md"))
     assert word == "train"
     return parse_config(settings)
 
@@ -116,11 +116,11 @@ def test_run_that_ends_after_a_later_one_takes_nothing_back(addition: RunConfig,
     (prompts / "2026-12/02.jsonl").write_text('{"prompt": "d"}\n')
     late = trained("2026-11-29.jsonl")
     for settings in (late, early):
-        remember(settings, "{}")
+        record_progress(settings, "{}")
         assert last_prompts(addition) == "2026-12/02.jsonl"
 
 
 def test_without_held_out_prompts_nothing_is_compared(addition: RunConfig, tmp_path: Path) -> None:
     lines = "data.held_out=null\nregistry.min_score=null\nevaluation.every=0"
     with pytest.raises(ConfigError, match=r"data\.held_out"):
-        begin_renewal(Request(addition.to_yaml(), lines), str(tmp_path), str(tmp_path / "links.md"))
+        prepare_continual(Request(addition.to_yaml(), lines), str(tmp_path), str(tmp_path / "links.md"))

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tidemill_components.choose import choose
-from tidemill_components.conclude import conclude
 from tidemill_components.evaluate import evaluate
+from tidemill_components.finish_variant import finish_variant
+from tidemill_components.prepare_continual import prepare_continual
 from tidemill_components.provision import provision
+from tidemill_components.record_progress import record_progress
 from tidemill_components.register import register
-from tidemill_components.remember import remember
-from tidemill_components.renew import renew
-from tidemill_components.spread import spread
+from tidemill_components.select_best import select_best
 from tidemill_components.teardown import teardown
 from tidemill_components.train import train
 from tidemill_components.validate import validate
+from tidemill_components.validate_sweep import validate_sweep
 from tiny_model import CONTEXT, make_tiny_model
 
 from tidemill.config.asynchrony import SyncConfig
@@ -178,11 +178,11 @@ def validated(config: str) -> str:
         lambda: train.python_func(BAD, "{}", Artifact()),
         lambda: evaluate.python_func(BAD, "{}", Artifact()),
         lambda: register.python_func(BAD, "{}", "null", Artifact(), Artifact(), Artifact()),
-        lambda: spread.python_func(BAD, *ASKED, "seed=1", Artifact()),
-        lambda: conclude.python_func(BAD, "{}", "null", Artifact()),
-        lambda: choose.python_func(BAD, "", "", "", ["{}"], Artifact(), Artifact(), Artifact()),
-        lambda: renew.python_func(BAD, *ASKED, "s3://tidemill/prompts/", Artifact()),
-        lambda: remember.python_func(BAD, SUMMARY),
+        lambda: validate_sweep.python_func(BAD, *ASKED, "seed=1", Artifact()),
+        lambda: finish_variant.python_func(BAD, "{}", "null", Artifact()),
+        lambda: select_best.python_func(BAD, "", "", "", ["{}"], Artifact(), Artifact(), Artifact()),
+        lambda: prepare_continual.python_func(BAD, *ASKED, "s3://tidemill/prompts/", Artifact()),
+        lambda: record_progress.python_func(BAD, SUMMARY),
     ],
 )
 def test_component_refuses_a_bad_config_with_one_message(call: Callable[[], Any]) -> None:
@@ -440,4 +440,4 @@ def test_time_of_a_step_adds_up_over_its_tries_and_begins_with_the_newest_attemp
 
 
 def test_time_of_a_step_that_is_not_counted_is_no_time() -> None:
-    assert seconds_by_step([PhaseStarted("conclude", 1.0)], 2.0) == seconds_by_step([], 2.0) == {}
+    assert seconds_by_step([PhaseStarted("finish_variant", 1.0)], 2.0) == seconds_by_step([], 2.0) == {}

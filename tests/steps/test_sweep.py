@@ -11,7 +11,7 @@ import pytest
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.steps.request import Request
-from tidemill.steps.sweep import MOST, Outcome, begin_sweep, table, variants
+from tidemill.steps.sweep import MOST, Outcome, table, validate_sweep, variants
 
 ARGUMENT_BYTES = 128 * 1024  # of one argument on Linux; KFP hands all inputs of a step over as one
 
@@ -65,7 +65,7 @@ def test_setting_of_a_variant_that_a_field_of_the_form_overrules_is_refused(addi
 def test_sweep_without_held_out_prompts_has_no_best(addition: RunConfig, tmp_path: Path) -> None:
     lines = "data.held_out=null\nregistry.min_score=null\nevaluation.every=0"
     with pytest.raises(ConfigError, match=r"data\.held_out = null: allowed is held-out prompts: they say"):
-        begin_sweep(Request(addition.to_yaml(), lines), "seed=1", str(tmp_path / "links.md"))
+        validate_sweep(Request(addition.to_yaml(), lines), "seed=1", str(tmp_path / "links.md"))
 
 
 def test_table_has_the_best_first_and_one_without_a_score_last() -> None:

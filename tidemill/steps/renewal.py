@@ -36,7 +36,7 @@ SUFFIX = ".jsonl"
 TRAIN, WAIT = "train", "wait"
 
 
-def begin_renewal(request: Request, prompts: str, page: str) -> tuple[str, str]:
+def prepare_continual(request: Request, prompts: str, page: str) -> tuple[str, str]:
     """Find the model to go on from and the new prompts, and check the run that they make.
 
     Args:
@@ -104,7 +104,7 @@ def note_key(run: str) -> str:
     return f"runs/{run}/renewal.json"
 
 
-def remember(config: str, summary: str) -> None:
+def record_progress(config: str, summary: str) -> None:
     """Note how far the prompts were used, whatever came of it; a run that ends after a later one takes nothing back.
 
     Args:
@@ -113,7 +113,7 @@ def remember(config: str, summary: str) -> None:
     """
     del summary
     run = parse_config(config)
-    with step("remember", run) as log:
+    with step("record_progress", run) as log:
         await_answer(run, lambda text: log.write(Notice(text)))
         name, last = name_of(run.data.train), last_prompts(run)
         if MERGED.search(run.data.train) is None or last is None or name > last:
@@ -131,7 +131,7 @@ def new_prompts(config: RunConfig, prompts: str, last: str | None) -> str | None
 
     Args:
         config: names the store, and the folder for rows that come from this machine.
-        prompts: see `begin_renewal`.
+        prompts: see `prepare_continual`.
         last: name of the last file that was trained with.
 
     Raises:

@@ -84,7 +84,7 @@ def refuse_without_effect(request: Request, line: str, keys: Sequence[str]) -> N
             raise ConfigError("variants", line, f"overrides other than {key}, which a field of the form sets", fix)
 
 
-def begin_sweep(request: Request, text: str, page: str) -> list[str]:
+def validate_sweep(request: Request, text: str, page: str) -> list[str]:
     """Refuse a sweep of which one variant cannot succeed, and write where to look while it goes on.
 
     Args:
@@ -111,7 +111,7 @@ def begin_sweep(request: Request, text: str, page: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a variant ended, as `conclude` tells it: little, because `choose` gets that of all variants in one argument.
+    """How a variant ended; short, because `select_best` gets those of all variants in one argument.
 
     Attributes:
         name: of its run.
@@ -135,14 +135,14 @@ def result_key(run: str) -> str:
     return f"runs/{run}/result.json"
 
 
-def conclude(config: str, summary: str, evaluation: str, log_metric: LogMetric) -> str:
+def finish_variant(config: str, summary: str, evaluation: str, log_metric: LogMetric) -> str:
     """The end of a variant: its reports, without a version in the registry.
 
     Returns:
         JSON of `Outcome`; the store has the rest.
     """
     run, scores = parse_config(config), evaluation_from_json(evaluation)
-    with step("conclude", run):
+    with step("finish_variant", run):
         final = with_times(Summary.from_json(summary).scored(scores), run)
         final.write(run.folder / "summary.json")
         track_end(run, final, reports_of(run, final, curves(run, final)))
@@ -153,12 +153,12 @@ def conclude(config: str, summary: str, evaluation: str, log_metric: LogMetric) 
     return json.dumps(asdict(Outcome(run.name, final.held_out_before, final.held_out_after, final.steps)))
 
 
-def choose(sweep: Request, results: Sequence[str], report_path: str, page_path: str, model: Pointer) -> str:
+def select_best(sweep: Request, results: Sequence[str], report_path: str, page_path: str, model: Pointer) -> str:
     """Register the variant with the best held-out score, if it passes the gate; of equal ones the first.
 
     Args:
         sweep: what all variants have in common.
-        results: what `conclude` returned for each.
+        results: what `finish_variant` returned for each.
         report_path: file for the table of variants and the report of the best one, as Markdown.
         page_path: file for the report of the best one as HTML.
         model: gets the place of the best model.

@@ -5,7 +5,7 @@ from tidemill_components import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def choose(
+def select_best(
     config: str,
     overrides: str,
     run_name: str,
@@ -22,7 +22,7 @@ def choose(
         overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
         run_name: name of the sweep, "" for a new one.
         kfp_run: id of the KFP run.
-        results: what `conclude` returned for each variant.
+        results: what `finish_variant` returned for each variant.
         report: gets the table of variants and the report of the best one.
         page: gets the report of the best one with curve and answers.
         model: gets the place of the best one's weights, and its version.
@@ -31,7 +31,7 @@ def choose(
         JSON: the final summary of the best one, with the model version, or null if the gate refused it.
     """
     from tidemill.steps.request import Request
-    from tidemill.steps.sweep import choose as step
+    from tidemill.steps.sweep import select_best as step
 
     asked = Request(config, overrides, run_name, kfp_run)
     return step(asked, results, report.path, page.path, model)

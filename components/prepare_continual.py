@@ -7,7 +7,7 @@ from tidemill_components import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def renew(
+def prepare_continual(
     config: str,
     overrides: str,
     run_name: str,
@@ -39,8 +39,8 @@ def renew(
         The resolved settings as YAML text, and as `Output` what to do: `train` or, without new prompts,
         `wait`.
     """
-    from tidemill.steps.renewal import begin_renewal
+    from tidemill.steps.renewal import prepare_continual as step
     from tidemill.steps.request import Request
 
     asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
-    return begin_renewal(asked, prompts, links.path)
+    return step(asked, prompts, links.path)

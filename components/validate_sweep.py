@@ -5,7 +5,7 @@ from tidemill_components import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def spread(
+def validate_sweep(
     config: str,
     overrides: str,
     run_name: str,
@@ -37,7 +37,7 @@ def spread(
         The resolved settings of every variant as YAML text.
     """
     from tidemill.steps.request import Request
-    from tidemill.steps.sweep import begin_sweep
+    from tidemill.steps.sweep import validate_sweep as step
 
     asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
-    return begin_sweep(asked, variants, links.path)
+    return step(asked, variants, links.path)

@@ -7,13 +7,13 @@ from tidemill_components.train import train
 from tidemill_pipelines.tasks import LONGEST, Pod
 
 
-def learned(pod: Pod, settings: PipelineChannel) -> tuple[PipelineChannel, PipelineChannel]:
+def training_steps(pod: Pod, settings: PipelineChannel) -> tuple[PipelineChannel, PipelineChannel]:
     """From checked settings to what training and evaluation return.
 
     Args:
         pod: of the steps.
         settings: of one run, as YAML text.
     """
-    provisioned = pod.again(provision(config=settings)).outputs["Output"]
-    summary = pod.again(train(config=settings, provisioned=provisioned), LONGEST).outputs["Output"]
-    return summary, pod.again(evaluate(config=settings, summary=summary)).outputs["Output"]
+    provisioned = pod.retryable(provision(config=settings)).outputs["Output"]
+    summary = pod.retryable(train(config=settings, provisioned=provisioned), LONGEST).outputs["Output"]
+    return summary, pod.retryable(evaluate(config=settings, summary=summary)).outputs["Output"]

@@ -5,7 +5,7 @@ from tidemill_components import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def conclude(config: str, summary: str, evaluation: str, metrics: dsl.Output[dsl.Metrics]) -> str:
+def finish_variant(config: str, summary: str, evaluation: str, metrics: dsl.Output[dsl.Metrics]) -> str:
     """Write the reports of a variant, which is registered only if it is the best.
 
     Args:
@@ -17,6 +17,6 @@ def conclude(config: str, summary: str, evaluation: str, metrics: dsl.Output[dsl
     Returns:
         JSON: name, scores and steps; the store has the settings and the final summary.
     """
-    from tidemill.steps.sweep import conclude as step
+    from tidemill.steps.sweep import finish_variant as step
 
     return step(config, summary, evaluation, metrics.log_metric)
