@@ -150,9 +150,9 @@ def key_in_yaml(key: object) -> str:
     return key if isinstance(key, str) and PLAIN.fullmatch(key) else in_yaml(key)
 
 
-PASSING = (RunError, EngineError, StoreError)
+RETRYABLE = (RunError, EngineError, StoreError)
 
 
-def may_pass(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Whether another try may succeed; most errors would only come again."""
-    return isinstance(error, PASSING) and not isinstance(error, StoreRefusedError)
+    return isinstance(error, RETRYABLE) and not isinstance(error, StoreRefusedError)

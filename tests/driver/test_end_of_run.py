@@ -54,13 +54,13 @@ class End:
 
 
 @pytest.mark.parametrize(
-    ("hurry", "done", "uri"), [(False, ["commit 2", "export 2"], "s3://bucket/model"), (True, ["commit 2"], None)]
+    ("immediate", "done", "uri"), [(False, ["commit 2", "export 2"], "s3://bucket/model"), (True, ["commit 2"], None)]
 )
-async def test_who_is_in_a_hurry_commits_and_exports_nothing(
-    tmp_path: Path, hurry: bool, done: list[str], uri: str | None
+async def test_an_immediate_stop_commits_and_exports_nothing(
+    tmp_path: Path, immediate: bool, done: list[str], uri: str | None
 ) -> None:
     stop, end = Stop(), End()
-    stop.ask("the pod ends", hurry=hurry)
+    stop.ask("the pod ends", immediate=immediate)
     with EventLog(tmp_path / "events.jsonl") as log:
         run, parts = Run(run_config(), None, log, stop), SimpleNamespace(ranks=end)
         trainer: Any = end

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.driver.failure import FILE, Failure, recorded
+from tidemill.driver.failure import FILE, Failure, record_failure
 from tidemill.errors import ConfigError, DataError, RunError
 
 
 def fail(folder: Path, error: BaseException) -> Failure:
-    with pytest.raises(type(error)), recorded("train", folder):
+    with pytest.raises(type(error)), record_failure("train", folder):
         raise error
     failure = Failure.read(folder)
     assert failure is not None
@@ -24,9 +24,9 @@ def test_failed_step_is_recorded_with_message_and_trace(tmp_path: Path) -> None:
 
 
 def test_only_failures_that_another_try_may_mend_are_passing(tmp_path: Path) -> None:
-    assert fail(tmp_path, RunError("an actor died")).passing
-    assert not fail(tmp_path, DataError("line 3 is broken")).passing
-    assert not fail(tmp_path, TypeError("a bug")).passing
+    assert fail(tmp_path, RunError("an actor died")).retryable
+    assert not fail(tmp_path, DataError("line 3 is broken")).retryable
+    assert not fail(tmp_path, TypeError("a bug")).retryable
 
 
 def test_error_without_text_is_recorded_under_its_name(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_error_without_text_is_recorded_under_its_name(tmp_path: Path) -> None:
 
 def test_success_forgets_the_failure_of_an_earlier_try(tmp_path: Path) -> None:
     fail(tmp_path, RunError("an actor died"))
-    with recorded("train", tmp_path):
+    with record_failure("train", tmp_path):
         pass
     assert Failure.read(tmp_path) is None
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tidemill.config.run import RunConfig
-from tidemill.driver.failure import HOPELESS, Failure
+from tidemill.driver.failure import PERMANENT_FAILURE, Failure
 from tidemill.driver.job import FAILED, TERMINATED, Job, from_environment
 from tidemill.errors import ConfigError, EngineError, RunError
 from tidemill.observe.events import EventLog, Notice, PhaseStarted
@@ -133,17 +133,17 @@ def test_run_without_held_out_prompts_says_null(store: ObjectStore, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("error", "passing"), [(RunError("rank 0 died"), True), (ConfigError("a", 1, "2", "Mend it."), False)]
+    ("error", "retryable"), [(RunError("rank 0 died"), True), (ConfigError("a", 1, "2", "Mend it."), False)]
 )
 def test_failure_of_the_training_is_recorded_with_its_traceback(
-    store: ObjectStore, tmp_path: Path, capfd: pytest.CaptureFixture[str], error: Exception, passing: bool
+    store: ObjectStore, tmp_path: Path, capfd: pytest.CaptureFixture[str], error: Exception, retryable: bool
 ) -> None:
     def training(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
         raise error
 
-    assert replace(job(store, tmp_path), train=training).run() == (FAILED if passing else HOPELESS)
+    assert replace(job(store, tmp_path), train=training).run() == (FAILED if retryable else PERMANENT_FAILURE)
     failure = failure_of(store)
-    assert (failure.step, failure.message, failure.passing) == ("train", str(error), passing)
+    assert (failure.step, failure.message, failure.retryable) == ("train", str(error), retryable)
     assert "in training" in failure.trace
     assert json.loads(JournalReader(store, Attempt("a", 1).events).read())["kind"] == "phase_failed"
     assert f"train failed: {error}" in capfd.readouterr().out
@@ -189,7 +189,7 @@ def test_sigterm_ends_the_training_and_asks_for_another_attempt(store: ObjectSto
     before = signal.getsignal(signal.SIGTERM)
     assert replace(job(store, tmp_path), train=training).run() == FAILED
     failure = failure_of(store)
-    assert failure.passing and TERMINATED in failure.message and str(SUMMARY.checkpoint_uri) in failure.message
+    assert failure.retryable and TERMINATED in failure.message and str(SUMMARY.checkpoint_uri) in failure.message
     assert not store.exists(Attempt("a", 1).summary)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -249,17 +249,17 @@ def test_process_leaves_its_traceback_in_the_log_and_one_message_on_the_screen(
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | variables
     command = [sys.executable, "-m", "tidemill.driver.job"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == HOPELESS, done.stderr
+    assert done.returncode == PERMANENT_FAILURE, done.stderr
     assert "train failed: cluster.provider = 'kuberay'" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     assert b"Traceback" in JournalReader(store, Attempt("a", 1).log).read()
-    assert not failure_of(store).passing
+    assert not failure_of(store).retryable
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "status", "told"),
     [
-        ("TIDEMILL_S3_SECRET_KEY", "wrong", HOPELESS, "Check the keys in TIDEMILL_S3_ACCESS_KEY"),
+        ("TIDEMILL_S3_SECRET_KEY", "wrong", PERMANENT_FAILURE, "Check the keys in TIDEMILL_S3_ACCESS_KEY"),
         ("TIDEMILL_ATTEMPT", "1", FAILED, "attempt 1 of a does not begin: attempt 2 took the lease"),
     ],
 )

@@ -64,7 +64,7 @@ def test_no_job_and_a_job_on_its_way_out_are_gone() -> None:
     leaving["metadata"]["deletionTimestamp"] = FRESH
     for gone in (None, leaving):
         state = assess(gone, [], [], NOW)
-        assert (state.phase, state.over, state.passing) == (Phase.GONE, True, False)
+        assert (state.phase, state.over, state.retryable) == (Phase.GONE, True, False)
 
 
 def test_a_job_that_succeeded_is_over_without_a_fault() -> None:
@@ -74,19 +74,19 @@ def test_a_job_that_succeeded_is_over_without_a_fault() -> None:
 
 @pytest.mark.parametrize("reason", ENDINGS)
 def test_every_ending_of_kuberay_is_told_with_its_message(reason: str) -> None:
-    told, passing = ENDINGS[reason]
+    told, retryable = ENDINGS[reason]
     state = assess(job("Failed", "FAILED", reason=reason, message="exit 1"), [], [], NOW)
-    assert (state.phase, state.fatal, state.passing) == (Phase.FAILED, f"{told}: exit 1", passing)
+    assert (state.phase, state.fatal, state.retryable) == (Phase.FAILED, f"{told}: exit 1", retryable)
 
 
 def test_an_unknown_ending_is_named_and_may_pass() -> None:
     state = assess(job("Failed", "FAILED", reason="Odd"), [], [], NOW)
-    assert (state.fatal, state.passing) == ("the RayJob failed: Odd", True)
+    assert (state.fatal, state.retryable) == ("the RayJob failed: Odd", True)
 
 
 def test_a_job_that_kuberay_refuses_says_why() -> None:
     state = assess(job("ValidationFailed", reason="ValidationFailed", message="name too long"), [], [], NOW)
-    assert (state.fatal, state.passing) == ("KubeRay refuses the RayJob: name too long", False)
+    assert (state.fatal, state.retryable) == ("KubeRay refuses the RayJob: name too long", False)
 
 
 def test_a_driver_that_was_stopped_from_outside_is_no_success() -> None:
@@ -115,7 +115,7 @@ def test_an_image_is_waited_for_some_time_and_then_given_up(reason: str) -> None
     assert (early.over, early.waiting) == (False, {"run-worker": f"{reason}: not found"})
     late = assess(job("Initializing"), [waiting(reason, "not found")], [], NOW)
     assert "cannot get its image i:1" in str(late.fatal)
-    assert not late.passing
+    assert not late.retryable
 
 
 def test_a_missing_secret_is_named() -> None:
@@ -239,7 +239,7 @@ def leaving() -> dict[str, Any]:
 def test_a_lost_head_is_told_and_may_pass(heads: list[dict[str, Any]], told: str) -> None:
     state = assess(running(), heads, [], NOW)
     assert told in str(state.fatal)
-    assert state.passing
+    assert state.retryable
 
 
 def test_a_head_that_fails_a_probe_or_has_no_driver_yet_is_not_lost() -> None:
@@ -275,11 +275,13 @@ def driver_ended(code: int) -> dict[str, Any]:
     return job("Failed", "FAILED", reason="AppFailed", message=words)
 
 
-@pytest.mark.parametrize(("code", "passing"), [(1, True), (-9, True), (2, False)])
-def test_a_driver_that_ended_is_quoted_and_its_status_tells_whether_it_may_do_better(code: int, passing: bool) -> None:
+@pytest.mark.parametrize(("code", "retryable"), [(1, True), (-9, True), (2, False)])
+def test_a_driver_that_ended_is_quoted_and_its_status_tells_whether_it_may_do_better(
+    code: int, retryable: bool
+) -> None:
     state = assess(driver_ended(code), [], [], NOW)
     assert state.fatal == f"the driver failed: exit code {code}\nSignatureDoesNotMatch: check the keys"
-    assert state.passing == passing
+    assert state.retryable == retryable
 
 
 def test_what_was_said_of_an_earlier_job_of_this_name_is_not_held_against_this_one() -> None:

@@ -77,7 +77,7 @@ def test_a_failure_that_would_come_again_ends_the_run_with_its_traceback(rig: Ri
     with pytest.raises(TidemillError, match=r"train\.jsonl:7 is broken") as caught:
         rig.watcher().follow(first)
     assert "in fails" in str(caught.value.__cause__)
-    assert not Failure.of("train", caught.value).passing
+    assert not Failure.of("train", caught.value).retryable
     assert rig.left() == []
 
 

@@ -172,7 +172,7 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def commit(self) -> None:
-        """Also in the middle of a version, as a run ends in a hurry; a whole one begins after that."""
+        """Also in the middle of a version, as where a run is stopped immediately; a whole one begins after that."""
         self.committed = (json.dumps(self.ledger.state()), self.version, list(self.trained))
 
     @rule(dice=st.integers(0, 9))

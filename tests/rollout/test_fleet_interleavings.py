@@ -140,7 +140,7 @@ async def test_whatever_becomes_of_engines_no_group_is_lost_or_too_old_and_none_
 
 
 ROWS = 60
-End = Literal["steps", "data", "stop", "hurry"]
+End = Literal["steps", "data", "stop", "immediate"]
 Part = Literal["generation", "update", "export", "score", "adoption", "commit"]
 
 
@@ -306,12 +306,12 @@ class Lesson:
                         await member.shutdown()
 
     async def end_early(self) -> None:
-        if self.end in ("stop", "hurry"):
+        if self.end in ("stop", "immediate"):
             await asyncio.sleep(self.draw.uniform(0.0, 1.0))
-            self.stop.ask("enough", hurry=self.end == "hurry" and self.draw.random() < 0.5)
-        if self.end == "hurry":
+            self.stop.ask("enough", immediate=self.end == "immediate" and self.draw.random() < 0.5)
+        if self.end == "immediate":
             await self.pause(0, 0.01, 0.2)
-            self.stop.ask("the pod ends", hurry=True)
+            self.stop.ask("the pod ends", immediate=True)
 
     async def run(self) -> None:
         """As `run.Run` does."""
@@ -354,7 +354,7 @@ def drawn_options(draw: random.Random, end: End, mode: Mode) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("end", ["steps", "data", "stop", "hurry"])
+@pytest.mark.parametrize("end", ["steps", "data", "stop", "immediate"])
 @pytest.mark.parametrize("mode", ["blocking", "concurrent", "spare"])
 async def test_whatever_becomes_of_engines_while_the_trainer_learns_on_a_run_ends_whole_and_can_go_on(
     tmp_path: Path, mode: Mode, end: End, seed: int
@@ -383,7 +383,7 @@ def check(lesson: Lesson) -> None:
     assert list(lesson.versions) == sorted(lesson.versions)
     assert all(lesson.versions.get(step, version) == version for step, version in lesson.scored)
     assert all(ledger["trained"] == committed.groups for committed, ledger in lesson.commits)
-    if not lesson.stop.hurry:
+    if not lesson.stop.immediate:
         assert position.unsynced == 0
         assert lesson.crew.rig.rollouter._admission.version == position.version
         assert not lesson.trained or any("time/sync_adopt" in metrics for metrics in lesson.metrics)

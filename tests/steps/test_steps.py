@@ -214,7 +214,7 @@ def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig,
         validated(changed(addition, f"data.train={prompts}"))
     failure = Failure.read(addition.folder)
     assert failure is not None
-    assert (failure.step, failure.expected, failure.passing) == ("validate", True, False)
+    assert (failure.step, failure.expected, failure.retryable) == ("validate", True, False)
 
 
 def test_settings_that_no_later_step_could_be_given_are_refused(addition: RunConfig) -> None:

@@ -24,7 +24,7 @@ from tidemill.records import Group, Prompt, Rollout
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position
 
-End = Literal["crash", "stop", "hurry"]
+End = Literal["crash", "stop", "immediate"]
 Settings = Mapping[str, Any]
 ROWS = 16
 DEADLINE_S = 1000.0  # virtual
@@ -140,7 +140,7 @@ class Attempt:
         if how == "crash":
             fit.cancel()
         else:
-            self.loop.trainer.stop.ask("enough", hurry=how == "hurry")
+            self.loop.trainer.stop.ask("enough", immediate=how == "immediate")
 
 
 def config_of(drawn: Settings) -> RunConfig:
@@ -199,7 +199,7 @@ def drawn_settings() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def interruptions() -> st.SearchStrategy[list[tuple[End, float]]]:
-    return st.lists(st.tuples(st.sampled_from(["crash", "stop", "hurry"]), st.floats(0.0, 6.0)), max_size=3)
+    return st.lists(st.tuples(st.sampled_from(["crash", "stop", "immediate"]), st.floats(0.0, 6.0)), max_size=3)
 
 
 async def run_to_the_end(

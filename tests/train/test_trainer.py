@@ -321,14 +321,14 @@ class StoppingRanks(CountingRanks):
 
     trainer: Trainer | None = None
     step: int = 3
-    hurry: bool = False
+    immediate: bool = False
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
     ) -> Mapping[str, float]:
         assert self.trainer is not None
         if self.trainer.position.step + 1 == self.step:
-            self.trainer.stop.ask("the budget is used up", hurry=self.hurry)
+            self.trainer.stop.ask("the budget is used up", immediate=self.immediate)
             self.trainer.stop.ask("a second reason")
         return await super().update(batches, denominator, version)
 
@@ -354,35 +354,35 @@ async def test_a_stop_does_not_wait_for_a_batch_that_is_long_in_coming() -> None
     assert trainer.observer.notices == ["the run is stopped (enough) after step 0"]
 
 
-async def test_a_stop_in_a_hurry_needs_no_engine_and_the_next_sync_makes_up_for_it() -> None:
+async def test_an_immediate_stop_needs_no_engine_and_the_next_sync_makes_up_for_it() -> None:
     config = run_config(trainer={"steps": 5})
-    hurried = make_trainer(rig := Rig(config))
+    stopped = make_trainer(rig := Rig(config))
 
     async def update(batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int) -> Mapping[str, float]:
-        if hurried.position.step == 1:
-            hurried.stop.ask("the pod ends", hurry=True)
+        if stopped.position.step == 1:
+            stopped.stop.ask("the pod ends", immediate=True)
         return {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}
 
-    hurried.ranks.update = update
-    await fit(hurried, rig)
-    assert (hurried.position.step, hurried.position.unsynced, hurried.publisher.versions) == (2, 1, [1])
+    stopped.ranks.update = update
+    await fit(stopped, rig)
+    assert (stopped.position.step, stopped.position.unsynced, stopped.publisher.versions) == (2, 1, [1])
     rest = Rig(rig.config, engines=rig.engines, state=rig.ledger.state(), version=1)
-    trainer = make_trainer(rest, hurried.position)
+    trainer = make_trainer(rest, stopped.position)
     await fit(trainer, rest)
     assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (5, 0, [2, 3, 4])
 
 
 @pytest.mark.parametrize("bound", [{"max_staleness": 0}, {"max_staleness": 1, "staleness_strategy": "wait"}])
-async def test_after_a_hurry_in_the_middle_of_a_version_a_whole_one_begins_and_nothing_becomes_too_old(
+async def test_after_an_immediate_stop_in_the_middle_of_a_version_a_whole_one_begins_and_nothing_becomes_too_old(
     bound: Mapping[str, object],
 ) -> None:
     config = run_config(asynchrony={**bound, "trigger_parameter_sync_step": 2}, trainer={"steps": 13})
-    hurried = make_trainer(rig := Rig(config))
-    hurried.ranks = StoppingRanks(trainer=hurried, hurry=True)
-    await fit(hurried, rig)
-    assert (hurried.position.step, hurried.position.unsynced, hurried.publisher.versions) == (3, 1, [1])
+    stopped = make_trainer(rig := Rig(config))
+    stopped.ranks = StoppingRanks(trainer=stopped, immediate=True)
+    await fit(stopped, rig)
+    assert (stopped.position.step, stopped.position.unsynced, stopped.publisher.versions) == (3, 1, [1])
     rest = Rig(config, engines=rig.engines, state=rig.ledger.state(), version=1)
-    trainer = make_trainer(rest, hurried.position)
+    trainer = make_trainer(rest, stopped.position)
     await fit(trainer, rest)
     assert trainer.ranks.versions == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert (trainer.position.step, rest.ledger.trained_count) == (13, 52)

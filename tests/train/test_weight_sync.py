@@ -106,31 +106,31 @@ async def test_an_adoption_that_fails_ends_the_run_at_once() -> None:
     assert asyncio.get_running_loop().time() < 60
 
 
-@pytest.mark.parametrize("hurry", [False, True])
-async def test_a_stop_waits_for_an_adoption_under_way_unless_it_is_in_a_hurry(hurry: bool) -> None:
+@pytest.mark.parametrize("immediate", [False, True])
+async def test_a_stop_waits_for_an_adoption_under_way_unless_it_is_immediate(immediate: bool) -> None:
     loop = Loop(Rig(run_config()), adopting=(gate := Gate()))
 
     async def stop() -> None:
         if loop.position.version == 1:
-            loop.trainer.stop.ask("enough", hurry=hurry)
-            if not hurry:
+            loop.trainer.stop.ask("enough", immediate=immediate)
+            if not immediate:
                 asyncio.get_running_loop().call_later(0.5, gate.opened.set)
 
     loop.before_step = stop
     await loop.fit()
-    assert gate.asked == ([1] if hurry else [1, 2])
+    assert gate.asked == ([1] if immediate else [1, 2])
     assert loop.position == Position(
-        2, 1 if hurry else 2, 8, loop.position.response_tokens, 1, loop.position.seconds, 1 if hurry else 0
+        2, 1 if immediate else 2, 8, loop.position.response_tokens, 1, loop.position.seconds, 1 if immediate else 0
     )
-    assert loop.rig.rollouter._admission.version == (0 if hurry else 2)
+    assert loop.rig.rollouter._admission.version == (0 if immediate else 2)
 
 
-async def test_a_hurry_that_comes_while_an_export_waits_ends_the_wait() -> None:
+async def test_an_immediate_stop_while_an_export_waits_ends_the_wait() -> None:
     loop = Loop(Rig(run_config()), adopting=(gate := Gate()))
 
     async def soon() -> None:
         if loop.position.version == 1:  # the second export will wait for the first adoption
-            asyncio.get_running_loop().call_later(0.5, lambda: loop.trainer.stop.ask("the pod ends", hurry=True))
+            asyncio.get_running_loop().call_later(0.5, lambda: loop.trainer.stop.ask("the pod ends", immediate=True))
 
     loop.before_step = soon
     await loop.fit()

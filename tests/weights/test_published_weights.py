@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tidemill.config.asynchrony import SyncConfig
-from tidemill.errors import ChainError, EngineError, StoreError, StoreRefusedError, SyncError, may_pass
+from tidemill.errors import ChainError, EngineError, StoreError, StoreRefusedError, SyncError, is_retryable
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.store.object_store import ObjectStore
@@ -411,9 +411,9 @@ async def test_a_store_that_is_away_for_an_engine_costs_it_no_base_and_the_versi
     assert (engine.loaded, metrics["sync/full"]) == (rig.files[1], 1.0)
 
 
-@pytest.mark.parametrize(("error", "passing"), [(StoreError("no answer"), True), (StoreRefusedError("no"), False)])
+@pytest.mark.parametrize(("error", "retryable"), [(StoreError("no answer"), True), (StoreRefusedError("no"), False)])
 async def test_a_store_that_stays_away_for_an_engine_is_no_harm_to_the_weights(
-    rig: Rig, error: StoreError, passing: bool
+    rig: Rig, error: StoreError, retryable: bool
 ) -> None:
     """Another attempt at the run may mend it, unless it is the keys; so may another engine in place of a late one."""
     away = Away(rig.store)
@@ -421,13 +421,13 @@ async def test_a_store_that_stays_away_for_an_engine_is_no_harm_to_the_weights(
     publisher = synchronizer(rig, Receiving(receiver))
     await publisher.publish(0, "keep")
     away.errors = [error] * 100
-    with pytest.raises(StoreError if passing else SyncError, match="did not adopt version 1: engine 0: no") as caught:
+    with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 1: engine 0: no") as caught:
         await publisher.publish(1, "keep")
     assert not isinstance(caught.value, ChainError)
-    assert may_pass(caught.value) == passing
+    assert is_retryable(caught.value) == retryable
     assert receiver.path(place_of(rig, 1)).exists()
     late = Receiving(rig.receiver("late", store=Away(rig.store, *[error] * 100)))
-    with pytest.raises(StoreError if passing else SyncError, match="did not adopt version 0 late: late: no"):
+    with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 0 late: late: no"):
         await publisher.late_join("late", late)
 
 

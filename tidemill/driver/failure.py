@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tidemill.errors import DataError, TidemillError, may_pass
+from tidemill.errors import DataError, TidemillError, is_retryable
 
 FILE = "failure.json"
-HOPELESS = 2
+PERMANENT_FAILURE = 2
 """Exit status of a driver whose failure another attempt would only repeat."""
 
 
@@ -28,7 +28,7 @@ class Failure:
         error: the class of the exception.
         message: its text.
         expected: whether it is one of Tidemill's own errors, whose text says it all.
-        passing: whether another try may succeed.
+        retryable: whether another try may succeed.
         origin: the traceback of the innermost error, such as the one of the worker that failed.
         trace: the whole traceback.
     """
@@ -37,7 +37,7 @@ class Failure:
     error: str
     message: str
     expected: bool
-    passing: bool
+    retryable: bool
     origin: str
     trace: str
 
@@ -49,7 +49,7 @@ class Failure:
             error=type(error).__name__,
             message=str(error) or type(error).__name__,
             expected=isinstance(error, TidemillError),
-            passing=may_pass(error),
+            retryable=is_retryable(error),
             origin="".join(traceback.format_exception(innermost(error), chain=False)),
             trace=traceback.format_exc(),
         )
@@ -91,7 +91,7 @@ class Failure:
             return None
 
     @staticmethod
-    def forget(folder: Path) -> None:
+    def clear(folder: Path) -> None:
         """Remove the record: the step is tried again, or has succeeded."""
         (folder / FILE).unlink(missing_ok=True)
 
@@ -104,9 +104,9 @@ def innermost(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def recorded(step: str, folder: Path) -> Iterator[None]:
+def record_failure(step: str, folder: Path) -> Iterator[None]:
     """Record the failure of the body, and nothing if it succeeds."""
-    Failure.forget(folder)
+    Failure.clear(folder)
     try:
         yield
     except BaseException as error:

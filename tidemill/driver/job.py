@@ -3,7 +3,7 @@
     lease ─► training (main thread, output to log.txt) ─► score of the exported model ─► results
                 │                                                                          │
                 └─► events.jsonl, log.txt ─► journals (threads) ─► runs/NAME/attempts/N/ ◄─┘ ─► the watcher
-    stop.json, SIGTERM ─► Stop ─► checkpoint and model, or in a hurry the checkpoint alone, after the step under way
+    stop.json ─► Stop ─► checkpoint and model after the current step;   SIGTERM ─► immediate Stop ─► checkpoint only
 
 Settings come in TIDEMILL_CONFIG as YAML, the number of the attempt in TIDEMILL_ATTEMPT. What outlives the pod is in the
 store; the pods keep no more than a run needs while it goes on, below TIDEMILL_SCRATCH.
@@ -36,9 +36,9 @@ from tidemill.cluster.local import ray_session
 from tidemill.config.kubernetes import RANKS_PER_POD
 from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
-from tidemill.driver.failure import HOPELESS, Failure
+from tidemill.driver.failure import PERMANENT_FAILURE, Failure
 from tidemill.driver.run import train
-from tidemill.errors import ConfigError, RunError, StoreError, TidemillError, may_pass
+from tidemill.errors import ConfigError, RunError, StoreError, TidemillError, is_retryable
 from tidemill.observe.events import EventLog, PhaseFailed, PhaseStarted
 from tidemill.observe.progress import show_events
 from tidemill.observe.redirection import diverted
@@ -124,7 +124,7 @@ class Job:
         """
         with stopped_by_signal(self.stop), stopped_by_request(store, self.attempt, self.stop, self.poll_s):
             summary = self.train(self.config, self.stop, claim)
-            if self.stop.hurry:
+            if self.stop.immediate:
                 raise RunError(f"{TERMINATED}; {summary.checkpoint_uri} holds what was trained, {summary.steps} steps")
             store.put_bytes(self.attempt.summary, summary.to_json().encode())
             evaluation = self.evaluate(summary)
@@ -165,7 +165,7 @@ def stopped_by_signal(stop: Stop) -> Iterator[None]:
     """Within the body SIGTERM asks for a stop."""
 
     def ask(number: int, frame: FrameType | None) -> None:
-        stop.ask(TERMINATED, hurry=True)
+        stop.ask(TERMINATED, immediate=True)
 
     before = signal.signal(signal.SIGTERM, ask)
     try:
@@ -231,7 +231,7 @@ def from_environment(environment: Mapping[str, str]) -> Job:
 
 def status_of(error: Exception) -> int:
     """Exit status of an attempt that failed: it tells the watcher what the store may not be able to."""
-    return FAILED if may_pass(error) else HOPELESS
+    return FAILED if is_retryable(error) else PERMANENT_FAILURE
 
 
 def main() -> int:

@@ -240,17 +240,17 @@ class Run:
             await parts.generation.stop()
 
     async def finish(self, trainer: Trainer, parts: Parts, observer: RunObserver) -> str | None:
-        """Commit the last version and, unless there is a hurry, export the model; returns the model's URI."""
+        """Commit the last version and, unless the stop is immediate, export the model; returns the model's URI."""
         observer.phase("commit the checkpoint and export the model")
         assert trainer.commit is not None
         await trainer.commit(trainer.position)
         await self.settle()
         observer.picture()
-        return None if self.stop.hurry else await parts.ranks.publish_model(trainer.position.version)
+        return None if self.stop.immediate else await parts.ranks.publish_model(trainer.position.version)
 
     async def evaluate_last(self, position: Position, parts: Parts, observer: RunObserver) -> Evaluation | None:
-        """Score the last version, which the engines have unless there was a hurry, if that is asked for."""
-        if not self.score_last or self.stop.hurry or self.config.data.held_out is None:
+        """Score the last version if that is asked for; after an immediate stop the engines may not have it."""
+        if not self.score_last or self.stop.immediate or self.config.data.held_out is None:
             return None
         observer.phase("score the held-out prompts after training")
         with self.timings.phase("evaluate"):

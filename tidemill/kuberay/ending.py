@@ -58,7 +58,7 @@ class Ending:
         unheard = state.phase in (Phase.RUNNING, Phase.FAILED) and "\n" not in reason  # else it has the driver's words
         log = self.last_words(attempt.number) if unheard else ""
         told = f"{reason}\n{log}" if log else reason
-        if state.passing or (state.fatal is None and state.phase is not Phase.SUCCEEDED):
+        if state.retryable or (state.fatal is None and state.phase is not Phase.SUCCEEDED):
             return RunError(told)
         return ClusterError(told)
 
@@ -92,6 +92,6 @@ class Ending:
 def remote(failure: Failure) -> TidemillError:
     """The error of a driver, with its traceback as the cause."""
     text = failure.message if failure.expected else f"{failure.error}: {failure.message}\n{failure.origin.strip()}"
-    error: TidemillError = RunError(text) if failure.passing else TidemillError(text)
+    error: TidemillError = RunError(text) if failure.retryable else TidemillError(text)
     error.__cause__ = Lost(failure.trace)
     return error

@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from tidemill.driver.failure import HOPELESS
+from tidemill.driver.failure import PERMANENT_FAILURE
 from tidemill.kuberay.cluster import Object, labels_of, name_of
 from tidemill.kuberay.driver_log import end_of_driver
 
@@ -68,14 +68,14 @@ class JobState:
         progress: that in words.
         waiting: why a pod does not run yet, by its name.
         fatal: why the attempt is over, or has to be ended; None while it may go on.
-        passing: whether another attempt may do better.
+        retryable: whether another attempt may do better.
     """
 
     phase: Phase
     progress: str
     waiting: Mapping[str, str] = field(default_factory=dict)
     fatal: str | None = None
-    passing: bool = False
+    retryable: bool = False
 
     @property
     def over(self) -> bool:
@@ -128,7 +128,7 @@ def assess(job: Object | None, pods: Sequence[Object], events: Sequence[Object],
     waiting = {name: wait.reason for name, wait in waits.items()}
     if deployment == "Running":
         lost = head_lost(status, pods, now)
-        return JobState(Phase.RUNNING, "running" if lost is None else "lost", waiting, lost, passing=lost is not None)
+        return JobState(Phase.RUNNING, "running" if lost is None else "lost", waiting, lost, retryable=lost is not None)
     ready = sum(is_ready(pod) for pod in pods)
     progress = f"starting: {ready} of {wanted_pods(job)} pods ready"
     fatal = next((wait.fatal for wait in waits.values() if wait.over(now)), None)
@@ -140,12 +140,12 @@ def ended(status: Mapping[str, Any]) -> JobState:
     reason, message = status.get("reason", ""), status.get("message", "")
     if status.get("jobStatus") == "STOPPED" and not reason:
         return JobState(Phase.FAILED, "stopped", fatal="the driver was stopped from outside, as by `ray job stop`")
-    told, passing = ENDINGS.get(reason, (f"the RayJob failed: {reason or 'no reason given'}", True))
+    told, retryable = ENDINGS.get(reason, (f"the RayJob failed: {reason or 'no reason given'}", True))
     end = end_of_driver(message)
     if end is not None:
         code, words = end
-        message, passing = f"exit code {code}\n{words}".rstrip(), passing and code != HOPELESS
-    return JobState(Phase.FAILED, "failed", fatal=f"{told}: {message}" if message else told, passing=passing)
+        message, retryable = f"exit code {code}\n{words}".rstrip(), retryable and code != PERMANENT_FAILURE
+    return JobState(Phase.FAILED, "failed", fatal=f"{told}: {message}" if message else told, retryable=retryable)
 
 
 def queued(job: Object) -> str:

@@ -166,7 +166,7 @@ class End(threading.Event):
             failure = Failure.read(self.folder)
         except (DataError, OSError):
             return False
-        return failure is not None and not failure.passing
+        return failure is not None and not failure.retryable
 
     def wait(self, timeout: float | None = None) -> bool:
         """Look again after so many seconds."""

@@ -91,7 +91,7 @@ def forget(config: RunConfig) -> None:
         RunError: the folder cannot be written to.
     """
     try:
-        Failure.forget(config.folder)
+        Failure.clear(config.folder)
     except OSError as error:
         raise RunError(f"cannot write to {config.folder}: {error}") from error
 

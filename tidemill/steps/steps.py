@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
-from tidemill.driver.failure import Failure, recorded
+from tidemill.driver.failure import Failure, record_failure
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.models.locate import pin_model
 from tidemill.observe.events import EvaluationFinished, EventLog, Notice, PhaseFailed, PhaseStarted, past_events
@@ -49,8 +49,8 @@ def step(name: str, run: RunConfig) -> Iterator[EventLog]:
     Raises:
         TidemillError: the try before this one failed in a way that no other can mend.
     """
-    refuse_hopeless(name, run)
-    with EventLog(run.folder / "events.jsonl") as log, recorded(name, run.folder):
+    refuse_permanent(name, run)
+    with EventLog(run.folder / "events.jsonl") as log, record_failure(name, run.folder):
         log.write(PhaseStarted(name))
         try:
             yield log
@@ -59,7 +59,7 @@ def step(name: str, run: RunConfig) -> Iterator[EventLog]:
             raise
 
 
-def refuse_hopeless(name: str, run: RunConfig) -> None:
+def refuse_permanent(name: str, run: RunConfig) -> None:
     """Fail at once where the try before did so for good: KFP tries a step again whatever its error was.
 
     Only what `validate` begins has such a record, and it begins without one, so that mended settings get their chance.
@@ -71,7 +71,7 @@ def refuse_hopeless(name: str, run: RunConfig) -> None:
     if name == STEPS[0]:
         return
     failure = Failure.read(run.folder)
-    if failure is not None and failure.step == name and failure.expected and not failure.passing:
+    if failure is not None and failure.step == name and failure.expected and not failure.retryable:
         raise TidemillError(failure.message)
 
 

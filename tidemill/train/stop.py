@@ -8,27 +8,27 @@ POLL_S = 0.2
 
 
 class Stop:
-    """Ends a run after the optimizer step under way, with everything that belongs to an end, or in a hurry.
+    """Ends a run after the current optimizer step: with a sync, a score and a model, or immediately.
 
     `ask` may be called from any thread, and from the handler of a signal: it takes no lock and wakes nobody, so that
     who waits looks every now and then.
 
     Attributes:
         reason: why the run is to end, in words; None while nobody has asked.
-        hurry: whether a checkpoint is all that there is time for, and the engines may be gone already.
+        immediate: whether there is time for a checkpoint only; the engines may be gone already.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self.hurry = False
+        self.immediate = False
 
-    def ask(self, reason: str, *, hurry: bool = False) -> None:
-        """Have the run end; the first reason stays, and who is in a hurry is heard in any case."""
-        self.hurry = self.hurry or hurry
-        if self.reason is None or hurry:
+    def ask(self, reason: str, *, immediate: bool = False) -> None:
+        """Ask the run to end; the first reason stays, but an immediate stop replaces it."""
+        self.immediate = self.immediate or immediate
+        if self.reason is None or immediate:
             self.reason = reason
 
-    async def asked(self, *, hurry: bool = False) -> None:
-        """Wait until someone has asked; with `hurry`, until someone is in a hurry."""
-        while not self.hurry and (hurry or self.reason is None):
+    async def asked(self, *, immediate: bool = False) -> None:
+        """Wait until a stop is asked for; with `immediate`, until an immediate one is."""
+        while not self.immediate and (immediate or self.reason is None):
             await asyncio.sleep(POLL_S)

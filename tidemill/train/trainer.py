@@ -125,8 +125,8 @@ class Trainer:
     async def fit(self) -> None:
         """Train until the step budget or the data ends or a stop is asked for, and publish what was learned last.
 
-        The engines have the present parameters as the present version, also where an attempt before this one ended in
-        a hurry, in the middle of a version: a whole version begins.
+        The engines have the present parameters as the present version, also where the
+        attempt before was stopped immediately, in the middle of a version: a whole version begins.
 
         Consumes: groups of the queue. Produces: versions, checkpoints, metrics. Waits for: a full batch, at most
         `trainer.get_timeout_s`.
@@ -140,7 +140,7 @@ class Trainer:
             self.syncs = WeightSync(self.publisher, self.generation, self.config.pause_mode, tasks)
             try:
                 await self.fit_steps()
-                if not self.stop.hurry:
+                if not self.stop.immediate:
                     await self.settle()
             finally:
                 await self.validation.cancel()
@@ -165,7 +165,7 @@ class Trainer:
         if self.position.step < self.config.trainer.steps:
             what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"
             self.observer.notice(f"{what} after step {self.position.step}")
-        if self.position.unsynced and not self.stop.hurry:
+        if self.position.unsynced and not self.stop.immediate:
             await self.settle()
         await self.sync_weights()
         await self.adopted()
@@ -210,19 +210,19 @@ class Trainer:
 
     @property
     def sync_is_due(self) -> bool:
-        """Every `trigger_parameter_sync_step` steps, and after the last, so that no update is lost; not in a hurry."""
+        """Every `trigger_parameter_sync_step` steps and after the last step, unless the stop is immediate."""
         last = self.position.step == self.config.trainer.steps
         due = last or self.position.unsynced >= self.config.asynchrony.trigger_parameter_sync_step
-        return due and not self.stop.hurry
+        return due and not self.stop.immediate
 
     @property
     def ranks_count(self) -> int:
         """Data-parallel ranks."""
         return self.config.trainer.ranks
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, T], *, hurry: bool = False) -> T | None:
-        """The result of `work`; None if a stop, or one in a hurry, is asked for while it waits, which ends it."""
-        waiting, asked = asyncio.create_task(work), asyncio.create_task(self.stop.asked(hurry=hurry))
+    async def unless_stopped(self, work: Coroutine[Any, Any, T], *, immediate: bool = False) -> T | None:
+        """The result of `work`; None if a stop, or an immediate one, is asked for before; `work` is cancelled then."""
+        waiting, asked = asyncio.create_task(work), asyncio.create_task(self.stop.asked(immediate=immediate))
         try:
             await asyncio.wait({waiting, asked}, return_when=asyncio.FIRST_COMPLETED)
             return await waiting if waiting.done() else None
@@ -295,10 +295,10 @@ class Trainer:
     async def sync_weights(self) -> None:
         """Publish what was learned since the last sync as the next version, which engines adopt beside the next step.
 
-        Who is in a hurry, perhaps since a score was waited for, goes without it.
+        After an immediate stop the version is not published.
         """
-        if self.position.unsynced and not self.stop.hurry:
-            await self.unless_stopped(self.begin_version(), hurry=True)
+        if self.position.unsynced and not self.stop.immediate:
+            await self.unless_stopped(self.begin_version(), immediate=True)
 
     async def begin_version(self) -> None:
         """The parameters become the next version; they may change when this returns."""
@@ -306,8 +306,8 @@ class Trainer:
         self.position.version, self.position.unsynced = self.position.version + 1, 0
 
     async def adopted(self) -> None:
-        """Wait until generation goes on with the newest version; who is in a hurry does not."""
-        await self.unless_stopped(self.syncs.settle(), hurry=True)
+        """Wait until generation goes on with the newest version; an immediate stop does not wait."""
+        await self.unless_stopped(self.syncs.settle(), immediate=True)
 
     async def validation_before_sync(self, timings: Timings) -> None:
         """Let a score be finished whose engines would get the next version."""
@@ -316,8 +316,8 @@ class Trainer:
                 await self.settle()
 
     async def settle(self) -> None:
-        """Wait for the score under way; who is in a hurry goes without it."""
-        await self.unless_stopped(self.validation.settle(), hurry=True)
+        """Wait for the score under way; an immediate stop does not wait."""
+        await self.unless_stopped(self.validation.settle(), immediate=True)
 
     async def after_step(self, timings: Timings) -> None:
         """Evaluate and checkpoint at the versions that ask for it."""
@@ -331,7 +331,7 @@ class Trainer:
                 await self.adopted()
         if scored:
             with timings.phase("evaluate"):
-                await self.unless_stopped(self.validation.begin(self.position.step, version), hurry=True)
+                await self.unless_stopped(self.validation.begin(self.position.step, version), immediate=True)
         if self.commit and not last and self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
             with timings.phase("checkpoint"):
                 # The step is part of the commit, and so is the time that it took so far.

@@ -13,14 +13,14 @@ import numpy as np
 
 from tidemill.config.asynchrony import SyncConfig
 from tidemill.errors import (
-    PASSING,
+    RETRYABLE,
     ChainError,
     EngineLostError,
     RunError,
     StoreError,
     SyncError,
     TidemillError,
-    may_pass,
+    is_retryable,
 )
 from tidemill.observe.timings import Timings
 from tidemill.protocols import Engine, PauseMode
@@ -250,9 +250,9 @@ class Synchronizer:
 
 def gravest(errors: Sequence[BaseException]) -> tuple[type[TidemillError], BaseException]:
     """What to raise for failures of engines, and for which: what another try may mend comes first, as it is."""
-    for kind in (*PASSING, ChainError):
+    for kind in (*RETRYABLE, ChainError):
         for error in errors:
-            if isinstance(error, kind) and (kind is ChainError or may_pass(error)):
+            if isinstance(error, kind) and (kind is ChainError or is_retryable(error)):
                 return kind, error
     return SyncError, errors[0]
 
