@@ -171,9 +171,7 @@ async def test_a_run_that_is_stopped_waits_for_the_score_of_the_step_under_way(t
 
 
 @pytest.mark.parametrize(("mode", "trigger", "asked"), [("blocking", 1, 3), ("concurrent", 1, 3), ("concurrent", 4, 4)])
-async def test_an_immediate_stop_waits_for_no_score(
-    tmp_path: Path, mode: str, trigger: int, asked: int
-) -> None:
+async def test_an_immediate_stop_waits_for_no_score(tmp_path: Path, mode: str, trigger: int, asked: int) -> None:
     school = School(tmp_path, mode, every=1 if trigger > 1 else 3, trigger=trigger)
     school.answers(False)  # for ever: the engines may be gone already
 
