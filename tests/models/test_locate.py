@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.config.run import RunConfig
 from tidemill.config.storage import StoreConfig
-from tidemill.errors import PASSING, DataError, ModelError, StoreError
+from tidemill.errors import RETRYABLE, DataError, ModelError, StoreError
 from tidemill.models.locate import Locator, model_here
 from tidemill.store.object_store import ACCESS_KEY, SECRET_KEY, ObjectStore
 
@@ -45,14 +45,14 @@ def test_another_try_is_not_worth_it_for_a_model_that_the_store_does_not_have(
 ) -> None:
     with pytest.raises(ModelError, match=message.format(bucket=weed.bucket)) as caught:
         locator.bring(address.format(bucket=weed.bucket), tmp_path / "start")
-    assert not isinstance(caught.value, PASSING)
+    assert not isinstance(caught.value, RETRYABLE)
 
 
 def test_another_try_is_worth_it_when_the_store_does_not_answer(locator: Locator, tmp_path: Path) -> None:
     silent = Locator(locator.store.model_copy(update={"endpoint": "http://127.0.0.1:9"}), tmp_path, locator.registry)
     with pytest.raises(StoreError) as caught:
         silent.bring("s3://bucket/model", tmp_path / "start")
-    assert isinstance(caught.value, PASSING)
+    assert isinstance(caught.value, RETRYABLE)
 
 
 def test_a_file_of_the_store_is_brought(weed: ObjectStore, locator: Locator, tmp_path: Path) -> None:
