@@ -61,7 +61,7 @@ def reaper(admin: KubernetesCluster) -> KubernetesCluster:
 @pytest.fixture(scope="session")
 def store(admin: KubernetesCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
     """An S3 server on this machine, whose keys stand in the secret of the runs."""
-    folder, address = tmp_path_factory.mktemp("weed"), address_for_pods(admin)
+    folder, address = tmp_path_factory.mktemp("seaweedfs"), address_for_pods(admin)
     keys = secrets.token_hex(8), secrets.token_hex(16)
     credentials = [{"accessKey": keys[0], "secretKey": keys[1]}]
     (folder / "s3.json").write_text(

@@ -149,7 +149,7 @@ def holds_on(rig: Rig, after: float, until: float) -> None:
 
 @pytest.fixture(scope="session")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    with embedded_store(tmp_path_factory.mktemp("weed")) as info:
+    with embedded_store(tmp_path_factory.mktemp("seaweedfs")) as info:
         yield ObjectStore.connect(info.endpoint, "watched", info.access_key, info.secret_key)
 
 

@@ -34,7 +34,7 @@ def train(config, claim=None, *, score_last=False):
     """A training that exports the model that it started from; its score is the learning rate times a thousand."""
     from tidemill.errors import EngineError, RewardError
     from tidemill.observe.report import Sample, Summary
-    from tidemill.models.locate import locate_model
+    from tidemill.models.locate import fetch_model
     from tidemill.store.server import open_store
     from tidemill.tracking.tracker import Tracker
     tries = Path(os.environ["RIG"]) / f"{config.name}.tries"
@@ -52,7 +52,7 @@ def train(config, claim=None, *, score_last=False):
     tracker.finish("FINISHED")
     prefix = f"runs/{config.name}/model/3"
     with open_store(config.store, config.output) as store:
-        store.upload_folder(locate_model(config).path, prefix)
+        store.upload_folder(fetch_model(config).path, prefix)
         uri = store.uri(prefix)
     return Summary(3, 0.25, None, 1.0, 1.0, 10.0, 0.1, 0.1, 1, None, None, uri, None, tracker.run_id,
                    samples=(Sample("w5 w6", "w9", None, "7"),))

@@ -23,8 +23,8 @@ def minio_binary() -> Path:
 
 
 @pytest.fixture(scope="session")
-def weed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with embedded_store(tmp_path_factory.mktemp("weed")) as info:
+def seaweedfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with embedded_store(tmp_path_factory.mktemp("seaweedfs")) as info:
         yield info.endpoint, info.access_key, info.secret_key
 
 
@@ -59,7 +59,7 @@ def wait_for(server: Server) -> None:
             return
 
 
-@pytest.fixture(params=["weed", "minio"])
+@pytest.fixture(params=["seaweedfs", "minio"])
 def server(request: pytest.FixtureRequest) -> Server:
     found: Server = request.getfixturevalue(f"{request.param}_server")
     return found
@@ -67,7 +67,7 @@ def server(request: pytest.FixtureRequest) -> Server:
 
 @contextmanager
 def bucket(server: Server) -> Iterator[ObjectStore]:
-    """A new bucket, removed in the end: every one takes volumes of its own, and weed has few on a small disk."""
+    """A new bucket, removed in the end: every one takes volumes of its own, and seaweedfs has few on a small disk."""
     store = ObjectStore.connect(server[0], f"test-{secrets.token_hex(4)}", *server[1:])
     yield store
     for item in store.list(""):
@@ -82,8 +82,8 @@ def store(server: Server) -> Iterator[ObjectStore]:
 
 
 @pytest.fixture
-def weed(weed_server: Server) -> Iterator[ObjectStore]:
-    with bucket(weed_server) as store:
+def seaweedfs(seaweedfs_server: Server) -> Iterator[ObjectStore]:
+    with bucket(seaweedfs_server) as store:
         yield store
 
 

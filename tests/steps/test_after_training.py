@@ -229,7 +229,7 @@ def test_exported_model_is_scored_from_the_store_by_an_engine_of_its_own(trained
         with open_store(trained.store, trained.output) as store:
             store.upload_folder(tmp_path / "model", "runs/addition/model/25")
         result = json.loads(evaluate(text, summary(trained, 0.0).to_json(), scores.__setitem__))
-        brought = Locator.of(trained).bring("s3://tidemill/runs/addition/model/25", tmp_path / "brought")
+        brought = Locator.of(trained).fetch_model("s3://tidemill/runs/addition/model/25", tmp_path / "brought")
         assert (brought.path / "config.json").read_bytes() == (tmp_path / "model/config.json").read_bytes()
     finally:
         teardown(text)

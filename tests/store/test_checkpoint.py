@@ -87,35 +87,35 @@ def test_what_is_committed_is_loaded(store: ObjectStore, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("version", [2, 3], ids=["same version again", "next version"])
-def test_a_crash_at_any_moment_leaves_a_commit(weed: ObjectStore, tmp_path: Path, version: int, keep: int) -> None:
+def test_a_crash_at_any_moment_leaves_a_commit(seaweedfs: ObjectStore, tmp_path: Path, version: int, keep: int) -> None:
     crashed, survivors = True, []
     operations = 0
     while crashed:
-        commit(weed, tmp_path, 1, keep)
-        commit(weed, tmp_path, 2, keep)
+        commit(seaweedfs, tmp_path, 1, keep)
+        commit(seaweedfs, tmp_path, 2, keep)
         try:
-            commit(CrashingStore(weed, operations), tmp_path, version, keep)
+            commit(CrashingStore(seaweedfs, operations), tmp_path, version, keep)
             crashed = False
         except Crash:
             operations += 1
-        survivor = restored(weed, tmp_path)
+        survivor = restored(seaweedfs, tmp_path)
         assert survivor in (expected(2), expected(version))
         survivors.append(survivor)
-        commit(weed, tmp_path, version, keep)  # the restart gets there again
-        assert restored(weed, tmp_path) == expected(version)
-        weed.delete_prefix("runs/run")
+        commit(seaweedfs, tmp_path, version, keep)  # the restart gets there again
+        assert restored(seaweedfs, tmp_path) == expected(version)
+        seaweedfs.delete_prefix("runs/run")
     assert operations >= 5
     assert (survivors[0], survivors[-1]) == (expected(2), expected(version))
 
 
-def test_without_a_manifest_there_is_no_commit(weed: ObjectStore, tmp_path: Path) -> None:
-    commit(weed, tmp_path, 1)
+def test_without_a_manifest_there_is_no_commit(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    commit(seaweedfs, tmp_path, 1)
     with pytest.raises(Crash):
-        commit(CrashingStore(weed, 3), tmp_path, 2)
-    assert len(weed.list("runs/run/checkpoints/00000002")) == 3
-    assert Checkpoints(weed, "run", 2).latest() == 1
+        commit(CrashingStore(seaweedfs, 3), tmp_path, 2)
+    assert len(seaweedfs.list("runs/run/checkpoints/00000002")) == 3
+    assert Checkpoints(seaweedfs, "run", 2).latest() == 1
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        Checkpoints(weed, "run", 2).load(2, tmp_path / "x")
+        Checkpoints(seaweedfs, "run", 2).load(2, tmp_path / "x")
 
 
 def test_old_commits_and_left_overs_are_deleted(store: ObjectStore, tmp_path: Path) -> None:
@@ -131,20 +131,20 @@ def test_old_commits_and_left_overs_are_deleted(store: ObjectStore, tmp_path: Pa
     assert all(key.startswith("runs/run/checkpoints/00000005/") for key in keys)
 
 
-def test_an_upload_that_broke_off_takes_no_place_among_those_that_stay(weed: ObjectStore, tmp_path: Path) -> None:
-    commit(weed, tmp_path, 1)
+def test_an_upload_that_broke_off_takes_no_place_among_those_that_stay(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    commit(seaweedfs, tmp_path, 1)
     with pytest.raises(Crash):
-        commit(CrashingStore(weed, 2), tmp_path, 2)
-    commit(weed, tmp_path, 3)
-    assert Checkpoints(weed, "run", 2).versions() == [3, 1]
+        commit(CrashingStore(seaweedfs, 2), tmp_path, 2)
+    commit(seaweedfs, tmp_path, 3)
+    assert Checkpoints(seaweedfs, "run", 2).versions() == [3, 1]
 
 
-def test_committing_a_version_again_replaces_it(weed: ObjectStore, tmp_path: Path) -> None:
-    commit(weed, tmp_path, 1)
+def test_committing_a_version_again_replaces_it(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    commit(seaweedfs, tmp_path, 1)
     folder = write_parts(tmp_path / "made", 9)
-    Checkpoints(weed, "run", 2).commit(1, folder, {"version": 1})
-    assert restored(weed, tmp_path) == (1, b"weights 9" * 1000, 1)
-    assert len(weed.list("runs/run/checkpoints")) == 4
+    Checkpoints(seaweedfs, "run", 2).commit(1, folder, {"version": 1})
+    assert restored(seaweedfs, tmp_path) == (1, b"weights 9" * 1000, 1)
+    assert len(seaweedfs.list("runs/run/checkpoints")) == 4
 
 
 def flip(store: ObjectStore, key: str) -> None:
@@ -160,52 +160,52 @@ def cut(store: ObjectStore, key: str) -> None:
 @pytest.mark.parametrize("damage", [flip, cut, ObjectStore.delete], ids=["flipped bit", "cut off", "deleted"])
 @pytest.mark.parametrize("part", ["model.safetensors", "optimizer.safetensors", "state.json"])
 def test_a_damaged_part_is_named_and_the_commit_before_is_used(
-    weed: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, part: str
+    seaweedfs: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, part: str
 ) -> None:
-    commit(weed, tmp_path, 1)
-    commit(weed, tmp_path, 2)
-    damage(weed, part_key(weed, 2, part))
+    commit(seaweedfs, tmp_path, 1)
+    commit(seaweedfs, tmp_path, 2)
+    damage(seaweedfs, part_key(seaweedfs, 2, part))
     with pytest.raises(CheckpointError, match=part):
-        Checkpoints(weed, "run", 2).load(2, tmp_path / "loaded")
+        Checkpoints(seaweedfs, "run", 2).load(2, tmp_path / "loaded")
     assert not list((tmp_path / "loaded").glob("*"))
     with caplog.at_level(logging.WARNING):
-        assert restored(weed, tmp_path) == expected(1)
+        assert restored(seaweedfs, tmp_path) == expected(1)
     assert part in caplog.text
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 99}', b'{"format": 1}'])
-def test_a_damaged_manifest_is_passed_over(weed: ObjectStore, tmp_path: Path, damage: bytes) -> None:
-    commit(weed, tmp_path, 1)
-    commit(weed, tmp_path, 2)
-    weed.put_bytes("runs/run/checkpoints/00000002/manifest.json", damage)
-    assert Checkpoints(weed, "run", 2).latest() == 1
-    assert restored(weed, tmp_path) == expected(1)
+def test_a_damaged_manifest_is_passed_over(seaweedfs: ObjectStore, tmp_path: Path, damage: bytes) -> None:
+    commit(seaweedfs, tmp_path, 1)
+    commit(seaweedfs, tmp_path, 2)
+    seaweedfs.put_bytes("runs/run/checkpoints/00000002/manifest.json", damage)
+    assert Checkpoints(seaweedfs, "run", 2).latest() == 1
+    assert restored(seaweedfs, tmp_path) == expected(1)
 
 
-def test_nothing_intact_is_an_error_and_not_a_fresh_start(weed: ObjectStore, tmp_path: Path) -> None:
-    commit(weed, tmp_path, 1)
-    flip(weed, part_key(weed, 1, "model.safetensors"))
+def test_nothing_intact_is_an_error_and_not_a_fresh_start(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    commit(seaweedfs, tmp_path, 1)
+    flip(seaweedfs, part_key(seaweedfs, 1, "model.safetensors"))
     with pytest.raises(CheckpointError, match=r"\[1\].*under another run name"):
-        restored(weed, tmp_path)
+        restored(seaweedfs, tmp_path)
 
 
-def test_a_commit_after_falling_back_removes_the_damaged_future(weed: ObjectStore, tmp_path: Path) -> None:
+def test_a_commit_after_falling_back_removes_the_damaged_future(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     for version in (10, 20):
-        commit(weed, tmp_path, version)
-    cut(weed, part_key(weed, 20, "model.safetensors"))
-    assert restored(weed, tmp_path) == expected(10)
-    commit(weed, tmp_path, 15)
-    assert Checkpoints(weed, "run", 2).versions() == [15, 10]
+        commit(seaweedfs, tmp_path, version)
+    cut(seaweedfs, part_key(seaweedfs, 20, "model.safetensors"))
+    assert restored(seaweedfs, tmp_path) == expected(10)
+    commit(seaweedfs, tmp_path, 15)
+    assert Checkpoints(seaweedfs, "run", 2).versions() == [15, 10]
 
 
-def test_runs_do_not_see_each_other(weed: ObjectStore, tmp_path: Path) -> None:
-    commit(weed, tmp_path, 1)
-    assert Checkpoints(weed, "ru", 2).latest() is None
-    assert Checkpoints(weed, "run-2", 2).latest() is None
+def test_runs_do_not_see_each_other(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    commit(seaweedfs, tmp_path, 1)
+    assert Checkpoints(seaweedfs, "ru", 2).latest() is None
+    assert Checkpoints(seaweedfs, "run-2", 2).latest() is None
     key = "runs/other/checkpoints/00000001/manifest.json"
-    weed.put_bytes(key, weed.get_bytes("runs/run/checkpoints/00000001/manifest.json"))
+    seaweedfs.put_bytes(key, seaweedfs.get_bytes("runs/run/checkpoints/00000001/manifest.json"))
     with pytest.raises(CheckpointError, match="is of run version 1"):
-        Checkpoints(weed, "other", 2).load(1, tmp_path / "x")
+        Checkpoints(seaweedfs, "other", 2).load(1, tmp_path / "x")
 
 
 def test_an_unreachable_store_is_not_taken_for_a_missing_checkpoint() -> None:
@@ -217,13 +217,13 @@ def test_an_unreachable_store_is_not_taken_for_a_missing_checkpoint() -> None:
         Checkpoints(Gone(None, "http://x", "bucket"), "run", 2).newest_valid()
 
 
-def test_a_state_that_is_not_json_is_refused_before_anything_is_stored(weed: ObjectStore, tmp_path: Path) -> None:
+def test_a_state_that_is_not_json_is_refused_before_anything_is_stored(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="JSON"):
-        Checkpoints(weed, "run", 2).commit(1, write_parts(tmp_path / "made", 1), {"x": object()})
+        Checkpoints(seaweedfs, "run", 2).commit(1, write_parts(tmp_path / "made", 1), {"x": object()})
     (tmp_path / "made" / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match="rename"):
-        Checkpoints(weed, "run", 2).commit(1, tmp_path / "made", {})
-    assert weed.list("") == ()
+        Checkpoints(seaweedfs, "run", 2).commit(1, tmp_path / "made", {})
+    assert seaweedfs.list("") == ()
 
 
 def test_a_manifest_reads_back() -> None:
@@ -231,27 +231,27 @@ def test_a_manifest_reads_back() -> None:
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
-def test_a_published_model_replaces_an_earlier_upload(weed: ObjectStore, tmp_path: Path) -> None:
+def test_a_published_model_replaces_an_earlier_upload(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "hf" / "old").write_text("")
-    checkpoints = Checkpoints(weed, "run", 2)
+    checkpoints = Checkpoints(seaweedfs, "run", 2)
     checkpoints.publish_model(4, tmp_path / "hf")
     os.unlink(tmp_path / "hf" / "old")
-    assert checkpoints.publish_model(4, tmp_path / "hf") == f"s3://{weed.bucket}/runs/run/model/4"
-    assert [item.key for item in weed.list("runs")] == ["runs/run/model/4/config.json"]
+    assert checkpoints.publish_model(4, tmp_path / "hf") == f"s3://{seaweedfs.bucket}/runs/run/model/4"
+    assert [item.key for item in seaweedfs.list("runs")] == ["runs/run/model/4/config.json"]
 
 
-def test_an_upload_that_breaks_off_leaves_the_model_that_was_there(weed: ObjectStore, tmp_path: Path) -> None:
+def test_an_upload_that_breaks_off_leaves_the_model_that_was_there(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "hf" / name).write_text(name)
-    Checkpoints(weed, "run", 2).publish_model(4, tmp_path / "hf")
+    Checkpoints(seaweedfs, "run", 2).publish_model(4, tmp_path / "hf")
     for operations in range(2):
         with pytest.raises(Crash):
-            Checkpoints(CrashingStore(weed, operations), "run", 2).publish_model(4, tmp_path / "hf")
+            Checkpoints(CrashingStore(seaweedfs, operations), "run", 2).publish_model(4, tmp_path / "hf")
         for name in ("config.json", "model.safetensors"):
-            assert weed.get_bytes(f"runs/run/model/4/{name}") == name.encode()
+            assert seaweedfs.get_bytes(f"runs/run/model/4/{name}") == name.encode()
 
 
 def test_the_store_of_a_run_holds_its_checkpoints(run_config: RunConfig, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One process of a machine brings what several need."""
+"""One process of a machine downloads what several need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.store.download_once import bring_once, forget
+from tidemill.store.download_once import download_once, remove_download
 
 
 def bring(folder: Path, content: str, calls: list[str]) -> str:
@@ -19,37 +19,37 @@ def bring(folder: Path, content: str, calls: list[str]) -> str:
     return content
 
 
-def test_of_several_that_come_at_once_one_brings_it(tmp_path: Path) -> None:
+def test_one_of_several_processes_downloads(tmp_path: Path) -> None:
     folder, calls = tmp_path / "run" / "restored", []
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(bring_once, folder, "4", lambda: bring(folder, "four", calls)) for _ in range(8)]
+        asked = [pool.submit(download_once, folder, "4", lambda: bring(folder, "four", calls)) for _ in range(8)]
     assert sorted(str(future.result()) for future in asked) == ["None"] * 7 + ["four"]
     assert calls == ["four"]
 
 
-def test_something_else_of_that_folder_is_replaced(tmp_path: Path) -> None:
+def test_other_content_of_the_folder_is_replaced(tmp_path: Path) -> None:
     folder, calls = tmp_path / "restored", []
     for name in ("4", "6", "6"):
-        bring_once(folder, name, lambda name=name: bring(folder, name, calls))
+        download_once(folder, name, lambda name=name: bring(folder, name, calls))
     assert (calls, (folder / "part").read_text()) == (["4", "6"], "6")
-    forget(folder)
-    forget(folder)
-    assert bring_once(folder, "6", lambda: bring(folder, "again", calls)) == "again"
+    remove_download(folder)
+    remove_download(folder)
+    assert download_once(folder, "6", lambda: bring(folder, "again", calls)) == "again"
 
 
-def test_what_was_brought_half_is_brought_again(tmp_path: Path) -> None:
+def test_an_interrupted_download_is_repeated(tmp_path: Path) -> None:
     folder = tmp_path / "restored"
     code = (
-        "import os, sys; from pathlib import Path; from tidemill.store.download_once import bring_once\n"
-        "bring_once(Path(sys.argv[1]), '4', lambda: (Path(sys.argv[1]).mkdir(), os._exit(9)))"
+        "import os, sys; from pathlib import Path; from tidemill.store.download_once import download_once\n"
+        "download_once(Path(sys.argv[1]), '4', lambda: (Path(sys.argv[1]).mkdir(), os._exit(9)))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False, timeout=300).returncode == 9
     assert folder.is_dir()
-    assert bring_once(folder, "4", lambda: "whole") == "whole"
+    assert download_once(folder, "4", lambda: "whole") == "whole"
 
     def fails() -> str:
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        bring_once(folder, "5", fails)
-    assert bring_once(folder, "4", lambda: "4 again") == "4 again"
+        download_once(folder, "5", fails)
+    assert download_once(folder, "4", lambda: "4 again") == "4 again"

@@ -51,91 +51,91 @@ def test_what_is_appended_arrives_in_order_and_whole_at_the_end(store: ObjectSto
     assert reader.read() == b""
 
 
-def test_a_line_is_shipped_once_it_is_whole(weed: ObjectStore, tmp_path: Path) -> None:
-    path, reader = tmp_path / "log.txt", JournalReader(weed, PREFIX)
-    ships = writer(weed, path)
+def test_a_line_is_shipped_once_it_is_whole(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    path, reader = tmp_path / "log.txt", JournalReader(seaweedfs, PREFIX)
+    ships = writer(seaweedfs, path)
     append(path, "one\ntw")
     assert ships.ship(to_the_end=False) and reader.read() == b"one\n"
     append(path, "o\n")
     assert ships.ship(to_the_end=False) and reader.read() == b"two\n"
-    assert [item.key for item in weed.list(PREFIX)] == [f"{PREFIX}/000000000000.txt", f"{PREFIX}/000000000004.txt"]
+    assert [item.key for item in seaweedfs.list(PREFIX)] == [f"{PREFIX}/000000000000.txt", f"{PREFIX}/000000000004.txt"]
 
 
 def test_a_line_longer_than_a_segment_is_cut(
-    weed: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seaweedfs: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 8)
     path = tmp_path / "log.txt"
     append(path, "0123456789\nab\nc")
-    writer(weed, path).ship(to_the_end=False)
-    assert [weed.get_bytes(item.key) for item in weed.list(PREFIX)] == [b"01234567", b"89\nab\n"]
+    writer(seaweedfs, path).ship(to_the_end=False)
+    assert [seaweedfs.get_bytes(item.key) for item in seaweedfs.list(PREFIX)] == [b"01234567", b"89\nab\n"]
 
 
-def test_nothing_is_lost_or_doubled_while_the_store_is_away(weed: ObjectStore, tmp_path: Path) -> None:
-    path, away = tmp_path / "events.jsonl", AwayStore(weed)
+def test_nothing_is_lost_or_doubled_while_the_store_is_away(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    path, away = tmp_path / "events.jsonl", AwayStore(seaweedfs)
     append(path, "before\n")
     with writer(away, path):
         assert away.tried.wait(60)
-        first = JournalReader(weed, PREFIX)
+        first = JournalReader(seaweedfs, PREFIX)
         assert first.read() == b"before\n"  # it had arrived, whatever the writer was told
         append(path, "meanwhile\n")
         away.back.set()
     assert first.read() == b"meanwhile\n"
 
 
-def test_writer_that_comes_back_to_its_file_goes_on_behind_what_is_stored(weed: ObjectStore, tmp_path: Path) -> None:
+def test_writer_of_the_same_file_continues_after_the_stored_segments(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     append(path, "one\n")
-    with writer(weed, path):
+    with writer(seaweedfs, path):
         pass
     append(path, "two\n")
-    with writer(weed, path):
+    with writer(seaweedfs, path):
         pass
-    assert JournalReader(weed, PREFIX).read() == b"one\ntwo\n"
+    assert JournalReader(seaweedfs, PREFIX).read() == b"one\ntwo\n"
 
 
-def test_writer_with_a_new_file_goes_on_behind_what_is_stored(weed: ObjectStore, tmp_path: Path) -> None:
+def test_writer_of_a_new_file_continues_after_the_stored_segments(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     for name, text in (("a", "a long first file\n"), ("b", "new\n")):
         path = tmp_path / name / "events.jsonl"
         path.parent.mkdir()
         append(path, text)
-        with writer(weed, path):
+        with writer(seaweedfs, path):
             pass
-    assert JournalReader(weed, PREFIX).read() == b"a long first file\nnew\n"
+    assert JournalReader(seaweedfs, PREFIX).read() == b"a long first file\nnew\n"
 
 
 def test_a_new_file_that_grows_before_the_store_answers_is_not_taken_for_the_old_one(
-    weed: ObjectStore, tmp_path: Path
+    seaweedfs: ObjectStore, tmp_path: Path
 ) -> None:
-    weed.put_bytes(f"{PREFIX}/000000000000.jsonl", b"old\n")
+    seaweedfs.put_bytes(f"{PREFIX}/000000000000.jsonl", b"old\n")
     path = tmp_path / "events.jsonl"
-    ships = writer(weed, path)
+    ships = writer(seaweedfs, path)
     append(path, "longer than the old one\n")
     assert ships.ship(to_the_end=False)
-    assert JournalReader(weed, PREFIX).read() == b"old\nlonger than the old one\n"
+    assert JournalReader(seaweedfs, PREFIX).read() == b"old\nlonger than the old one\n"
 
 
 @pytest.mark.parametrize("offset", [0, 3, 4, 9])
-def test_reader_starts_at_any_offset(weed: ObjectStore, tmp_path: Path, offset: int) -> None:
+def test_reader_starts_at_any_offset(seaweedfs: ObjectStore, tmp_path: Path, offset: int) -> None:
     path = tmp_path / "events.jsonl"
     for text in ("one\n", "two\n", "three\n"):
         append(path, text)
-        with writer(weed, path):
+        with writer(seaweedfs, path):
             pass
-    reader = JournalReader(weed, PREFIX, offset)
+    reader = JournalReader(seaweedfs, PREFIX, offset)
     assert reader.read() == path.read_bytes()[offset:]
     assert reader.offset == path.stat().st_size
 
 
-def test_what_lies_before_a_missing_segment_is_read_and_what_lies_behind_it_can_be(weed: ObjectStore) -> None:
-    weed.put_bytes(f"{PREFIX}/000000000000.jsonl", b"one\n")
-    weed.put_bytes(f"{PREFIX}/000000000010.jsonl", b"three\n")
-    reader = JournalReader(weed, PREFIX)
+def test_what_lies_before_a_missing_segment_is_read_and_what_lies_behind_it_can_be(seaweedfs: ObjectStore) -> None:
+    seaweedfs.put_bytes(f"{PREFIX}/000000000000.jsonl", b"one\n")
+    seaweedfs.put_bytes(f"{PREFIX}/000000000010.jsonl", b"three\n")
+    reader = JournalReader(seaweedfs, PREFIX)
     assert reader.read() == b"one\n"
     with pytest.raises(StoreGapError, match="lacks the bytes 4 to 10") as caught:
         reader.read()
     reader.offset = caught.value.end
     assert reader.read() == b"three\n"
-    weed.put_bytes(f"{PREFIX}/notes.txt", b"?")
+    seaweedfs.put_bytes(f"{PREFIX}/notes.txt", b"?")
     with pytest.raises(StoreError, match="no segment of a journal"):
-        JournalReader(weed, PREFIX, 16).read()
+        JournalReader(seaweedfs, PREFIX, 16).read()

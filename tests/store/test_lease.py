@@ -43,19 +43,19 @@ def test_of_many_that_write_at_once_one_wins(store: ObjectStore) -> None:
         assert sum(threads.map(lambda n: record.write(f"next {n}".encode(), seen), range(16))) == 1
 
 
-def test_an_older_attempt_loses_the_lease_and_commits_nothing_more(weed: ObjectStore, tmp_path: Path) -> None:
-    old, new = fence(weed, 1), fence(weed, 2)
+def test_an_older_attempt_loses_the_lease_and_commits_nothing_more(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    old, new = fence(seaweedfs, 1), fence(seaweedfs, 2)
     (tmp_path / "model").write_text("weights")
     old.take()
-    Checkpoints(weed, "a", 2, old.claim).commit(3, tmp_path, {})
+    Checkpoints(seaweedfs, "a", 2, old.claim).commit(3, tmp_path, {})
     new.take()
-    late = Checkpoints(weed, "a", 2, old.claim)
+    late = Checkpoints(seaweedfs, "a", 2, old.claim)
     for write in (lambda: late.commit(4, tmp_path, {}), lambda: late.publish_model(4, tmp_path)):
         with pytest.raises(CheckpointError, match="attempt 1 of a commits nothing any more: attempt 2 took the lease"):
             write()
-    assert Checkpoints(weed, "a", 2).versions() == [3]
-    Checkpoints(weed, "a", 2, new.claim).commit(4, tmp_path, {})
-    assert Checkpoints(weed, "a", 2).versions() == [4, 3]
+    assert Checkpoints(seaweedfs, "a", 2).versions() == [3]
+    Checkpoints(seaweedfs, "a", 2, new.claim).commit(4, tmp_path, {})
+    assert Checkpoints(seaweedfs, "a", 2).versions() == [4, 3]
 
 
 class Rank(RankActor):
@@ -67,42 +67,42 @@ class Rank(RankActor):
         return nullcontext(self.bucket)
 
 
-def test_an_older_attempt_publishes_no_weights_either(weed: ObjectStore, run_config: RunConfig) -> None:
-    old, new = (Fence(weed, run_config.name, Claim(attempt, "x")) for attempt in (1, 2))
+def test_an_older_attempt_publishes_no_weights_either(seaweedfs: ObjectStore, run_config: RunConfig) -> None:
+    old, new = (Fence(seaweedfs, run_config.name, Claim(attempt, "x")) for attempt in (1, 2))
     rank = Rank(run_config, "none", 0, old.claim)
-    rank.bucket = weed
+    rank.bucket = seaweedfs
     new.take()
     for publish in (lambda: rank.upload_weights(3), rank.republish_weights):
         with pytest.raises(CheckpointError, match="attempt 2 took the lease"):
             publish()
 
 
-def test_a_lease_that_is_lost_during_the_upload_leaves_no_commit(weed: ObjectStore, tmp_path: Path) -> None:
-    old = fence(weed, 1)
+def test_a_lease_that_is_lost_during_the_upload_leaves_no_commit(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    old = fence(seaweedfs, 1)
     old.take()
 
     class Slow(ObjectStore):
         def upload_folder(self, folder: Path, prefix: str) -> tuple[StoredObject, ...]:
-            fence(weed, 2).take()
+            fence(seaweedfs, 2).take()
             return super().upload_folder(folder, prefix)
 
     (tmp_path / "model").write_text("weights")
-    store = Slow(weed.client, weed.endpoint, weed.bucket)
+    store = Slow(seaweedfs.client, seaweedfs.endpoint, seaweedfs.bucket)
     with pytest.raises(CheckpointError, match="attempt 2 took the lease"):
         Checkpoints(store, "a", 2, old.claim).commit(3, tmp_path, {})
-    assert Checkpoints(weed, "a", 2).versions() == []
+    assert Checkpoints(seaweedfs, "a", 2).versions() == []
 
 
-def test_an_attempt_that_comes_late_does_not_begin(weed: ObjectStore) -> None:
+def test_an_attempt_that_comes_late_does_not_begin(seaweedfs: ObjectStore) -> None:
     took = "attempt 1 of a does not begin: attempt 2 took the lease"
-    with leased(weed, "a", Claim(2, "x")), pytest.raises(RunError, match=took):
-        fence(weed, 1).take()
+    with leased(seaweedfs, "a", Claim(2, "x")), pytest.raises(RunError, match=took):
+        fence(seaweedfs, 1).take()
     with pytest.raises(RunError, match="attempt 2 gave the lease back"):
-        fence(weed, 1).take()
+        fence(seaweedfs, 1).take()
 
 
-def test_of_two_processes_of_one_attempt_the_last_one_goes_on(weed: ObjectStore) -> None:
-    first, second = fence(weed, 1), fence(weed, 1)
+def test_of_two_processes_of_one_attempt_the_last_one_goes_on(seaweedfs: ObjectStore) -> None:
+    first, second = fence(seaweedfs, 1), fence(seaweedfs, 1)
     first.take()
     second.take()
     second.check()
@@ -112,16 +112,16 @@ def test_of_two_processes_of_one_attempt_the_last_one_goes_on(weed: ObjectStore)
     second.check()
 
 
-def test_taking_again_what_one_has_changes_nothing(weed: ObjectStore) -> None:
-    mine = fence(weed, 1)
+def test_taking_again_what_one_has_changes_nothing(seaweedfs: ObjectStore) -> None:
+    mine = fence(seaweedfs, 1)
     mine.take()
     before = mine.record.read()
     mine.take()
     assert mine.record.read() == before
 
 
-def test_many_processes_of_one_attempt_leave_one_holder(weed: ObjectStore) -> None:
-    fences = [fence(weed, 3) for _ in range(8)]
+def test_many_processes_of_one_attempt_leave_one_holder(seaweedfs: ObjectStore) -> None:
+    fences = [fence(seaweedfs, 3) for _ in range(8)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(Fence.take, fences))
     holders = 0
@@ -134,20 +134,20 @@ def test_many_processes_of_one_attempt_leave_one_holder(weed: ObjectStore) -> No
     assert holders == 1
 
 
-def test_a_lease_ends_with_its_removal(weed: ObjectStore) -> None:
-    mine = fence(weed, 5)
+def test_a_lease_ends_with_its_removal(seaweedfs: ObjectStore) -> None:
+    mine = fence(seaweedfs, 5)
     mine.take()
-    remove_lease(weed, "a")
-    remove_lease(weed, "a")
+    remove_lease(seaweedfs, "a")
+    remove_lease(seaweedfs, "a")
     with pytest.raises(CheckpointError, match="its lease was removed"):
         mine.check()
-    fence(weed, 1).take()
+    fence(seaweedfs, 1).take()
 
 
-def test_what_is_no_lease_is_refused(weed: ObjectStore) -> None:
-    weed.put_bytes(lease_key("a"), b"{}")
+def test_what_is_no_lease_is_refused(seaweedfs: ObjectStore) -> None:
+    seaweedfs.put_bytes(lease_key("a"), b"{}")
     with pytest.raises(StoreError, match="is no lease of a run"):
-        fence(weed, 1).take()
+        fence(seaweedfs, 1).take()
 
 
 def test_of_many_that_want_a_name_for_a_new_run_one_gets_it(store: ObjectStore) -> None:
@@ -157,14 +157,14 @@ def test_of_many_that_want_a_name_for_a_new_run_one_gets_it(store: ObjectStore) 
         assert not reserve(store, "a")
 
 
-def test_a_claim_of_who_does_not_count_goes_before_all_there_were(weed: ObjectStore, tmp_path: Path) -> None:
+def test_a_claim_of_who_does_not_count_goes_before_all_there_were(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "model").write_text("weights")
-    assert reserve(weed, "a")
-    first = next_claim(weed, "a")
-    with leased(weed, "a", first):
-        second = next_claim(weed, "a")
-        with leased(weed, "a", second):
-            Checkpoints(weed, "a", 2, second).commit(3, tmp_path, {})
+    assert reserve(seaweedfs, "a")
+    first = next_claim(seaweedfs, "a")
+    with leased(seaweedfs, "a", first):
+        second = next_claim(seaweedfs, "a")
+        with leased(seaweedfs, "a", second):
+            Checkpoints(seaweedfs, "a", 2, second).commit(3, tmp_path, {})
             with pytest.raises(CheckpointError, match="attempt 1 of a commits nothing any more: attempt 2 took"):
-                Checkpoints(weed, "a", 2, first).commit(4, tmp_path, {})
-    assert next_claim(weed, "a").attempt == 3
+                Checkpoints(seaweedfs, "a", 2, first).commit(4, tmp_path, {})
+    assert next_claim(seaweedfs, "a").attempt == 3

@@ -128,31 +128,31 @@ def test_two_clients_may_make_the_bucket_at_once(server: Server) -> None:
     assert errors == []
 
 
-def test_a_full_disk_names_the_file_and_leaves_nothing(weed: ObjectStore, tmp_path: Path) -> None:
-    weed.put_bytes("k", b"data")
+def test_a_full_disk_names_the_file_and_leaves_nothing(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+    seaweedfs.put_bytes("k", b"data")
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     path = tmp_path / "file"
     (tmp_path / f".file.{os.getpid()}.part").symlink_to("/dev/full")
     with pytest.raises(StoreError, match=os.strerror(errno.ENOSPC)) as caught:
-        weed.get_file("k", path)
+        seaweedfs.get_file("k", path)
     assert str(path) in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_read_is_named(weed: ObjectStore, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="gone"):
-        weed.put_file("k", tmp_path / "gone")
+        seaweedfs.put_file("k", tmp_path / "gone")
 
 
-def test_a_key_cannot_leave_the_folder(weed: ObjectStore, tmp_path: Path) -> None:
+def test_a_key_cannot_leave_the_folder(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     class Evil(ObjectStore):
         def list(self, prefix: str):  # type: ignore[no-untyped-def]  # noqa: ANN202
-            return (type(weed.list("x")[0])("x/../../evil", 1),)
+            return (type(seaweedfs.list("x")[0])("x/../../evil", 1),)
 
-    weed.put_bytes("x/y", b"")
+    seaweedfs.put_bytes("x/y", b"")
     with pytest.raises(StoreError, match="outside"):
-        Evil(weed.client, weed.endpoint, weed.bucket).download_folder("x", tmp_path / "inner")
+        Evil(seaweedfs.client, seaweedfs.endpoint, seaweedfs.bucket).download_folder("x", tmp_path / "inner")
 
 
 def test_an_endpoint_where_nobody_listens_is_named() -> None:
@@ -207,11 +207,11 @@ def flaky_proxy(target: str, budgets: list[int]) -> Iterator[str]:
         listener.close()
 
 
-def test_a_broken_download_goes_on_where_it_stopped(weed: ObjectStore, weed_server: Server, tmp_path: Path) -> None:
+def test_a_broken_download_resumes(seaweedfs: ObjectStore, seaweedfs_server: Server, tmp_path: Path) -> None:
     data = os.urandom(MIB) * 8
-    stored = weed.put_bytes("big", data)
-    with flaky_proxy(weed_server[0], [1 << 40, 3 * MIB, 2 * MIB]) as url:
-        store = ObjectStore.connect(url, weed.bucket, *weed_server[1:])
+    stored = seaweedfs.put_bytes("big", data)
+    with flaky_proxy(seaweedfs_server[0], [1 << 40, 3 * MIB, 2 * MIB]) as url:
+        store = ObjectStore.connect(url, seaweedfs.bucket, *seaweedfs_server[1:])
         assert store.get_file("big", tmp_path / "big") == stored
     assert (tmp_path / "big").read_bytes() == data
 
@@ -285,8 +285,8 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert credentials() == ("a", "b")
 
 
-def test_uris_name_bucket_and_key(weed: ObjectStore) -> None:
-    assert parse_uri(weed.uri("a/b c")) == (weed.bucket, "a/b c")
+def test_uris_name_bucket_and_key(seaweedfs: ObjectStore) -> None:
+    assert parse_uri(seaweedfs.uri("a/b c")) == (seaweedfs.bucket, "a/b c")
     for bad in ("s3://", "s3://bucket", "s3:///key", "http://b/k", "s3://bucket/"):
         with pytest.raises(StoreError, match="s3://bucket/key"):
             parse_uri(bad)

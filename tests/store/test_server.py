@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.config.storage import StoreConfig
 from tidemill.errors import ConfigError, StoreError
-from tidemill.store import seaweedfs as weed_module
+from tidemill.store import seaweedfs
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.seaweedfs import ServerInfo, choose_ports, find_server, log_tail, ports_free
 from tidemill.store.server import embedded_store, open_store, start_server, stop_server
@@ -92,17 +92,17 @@ def test_started_server_outlives_its_users_until_it_is_stopped(tmp_path: Path) -
 
 
 def test_keys_are_random_private_and_stay(tmp_path: Path) -> None:
-    keys = weed_module.folder_keys(tmp_path)
-    assert weed_module.folder_keys(tmp_path) == keys
+    keys = seaweedfs.folder_keys(tmp_path)
+    assert seaweedfs.folder_keys(tmp_path) == keys
     assert (tmp_path / "s3.json").stat().st_mode & 0o777 == 0o600
     (tmp_path / "other").mkdir()
-    assert weed_module.folder_keys(tmp_path / "other") != keys
+    assert seaweedfs.folder_keys(tmp_path / "other") != keys
 
 
 def test_a_foreign_process_under_the_recorded_pid_is_left_alone(tmp_path: Path) -> None:
     started = psutil.Process().create_time()
     info = ServerInfo("http://127.0.0.1:1", "a", "b", os.getpid(), started, choose_ports(), keep=True)
-    weed_module.write_info(tmp_path, info)
+    seaweedfs.write_info(tmp_path, info)
     assert find_server(tmp_path) is None
     assert not stop_server(tmp_path)
 
@@ -110,11 +110,11 @@ def test_a_foreign_process_under_the_recorded_pid_is_left_alone(tmp_path: Path) 
 def test_a_port_taken_since_the_choice_is_replaced(tmp_path: Path) -> None:
     folder, ports = tmp_path.resolve(), choose_ports()
     (folder / "data").mkdir()
-    weed_module.folder_keys(folder)
+    seaweedfs.folder_keys(folder)
     with socket.create_server(("127.0.0.1", ports[0])):
-        pid = weed_module.spawn(folder, ports)
-        info = ServerInfo("http://127.0.0.1:1", "a", "b", pid, weed_module.start_time(pid), ports, keep=False)
-        assert not weed_module.wait_ready(folder, info)
+        pid = seaweedfs.spawn(folder, ports)
+        info = ServerInfo("http://127.0.0.1:1", "a", "b", pid, seaweedfs.start_time(pid), ports, keep=False)
+        assert not seaweedfs.wait_ready(folder, info)
         assert not ports_free(ports)
     assert "not available" in log_tail(folder)
 

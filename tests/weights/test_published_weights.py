@@ -83,8 +83,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(weed: ObjectStore, tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(weed, tmp_path)
+def rig(seaweedfs: ObjectStore, tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(seaweedfs, tmp_path)
     yield rig
     for receiver in rig.receivers:
         receiver.close()

@@ -16,7 +16,7 @@ from tidemill.actors.placement import Place, engine_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.errors import EngineError, EngineLostError, TidemillError
-from tidemill.models.locate import model_here
+from tidemill.models.locate import fetch_model_once
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.store.server import open_store
@@ -35,7 +35,7 @@ class EngineActor:
 
     Args:
         config: of the run.
-        model_path: folder of the model; None has it brought to this pod, see `models.locate.model_here`.
+        model_path: folder of the model; None has it brought to this pod, see `models.locate.fetch_model_once`.
         index: of the engine.
     """
 
@@ -50,7 +50,7 @@ class EngineActor:
         from tidemill.inference.engine import VllmEngine
 
         config = self.config
-        path = self.model_path or str((await asyncio.to_thread(model_here, config)).path)
+        path = self.model_path or str((await asyncio.to_thread(fetch_model_once, config)).path)
         self.engine = VllmEngine(
             path,
             config.rollout,

@@ -18,11 +18,11 @@ from tidemill.actors.call import IO, WEIGHTS, call
 from tidemill.actors.placement import rank_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config.run import RunConfig
-from tidemill.models.locate import model_here
+from tidemill.models.locate import fetch_model_once
 from tidemill.observe.timings import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.store.checkpoint import Checkpoints, open_checkpoints, restored_folder, staging_folder
-from tidemill.store.download_once import bring_once, forget
+from tidemill.store.download_once import download_once, remove_download
 from tidemill.store.lease import Claim, Fence
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import open_store
@@ -44,7 +44,7 @@ class RankActor:
 
     Args:
         config: of the run.
-        model_path: folder of the model; None has it brought to this pod, see `models.locate.model_here`.
+        model_path: folder of the model; None has it brought to this pod, see `models.locate.fetch_model_once`.
         rank: of this process.
         claim: to the lease without which nothing is written to the store; None needs none.
     """
@@ -69,9 +69,9 @@ class RankActor:
         from tidemill.train.policy import PolicyRank
         from tidemill.train.world import World
 
-        forget(self.restored)  # of an attempt that was killed: the same version may be committed anew since
+        remove_download(self.restored)  # of an attempt that was killed: the same version may be committed anew since
         self.policy = PolicyRank(
-            self.model_path or str(model_here(self.config).path),
+            self.model_path or str(fetch_model_once(self.config).path),
             self.config.trainer,
             self.config.algorithm,
             temperature=self.config.rollout.temperature,
@@ -149,12 +149,12 @@ class RankActor:
     def restore(self, version: int) -> None:
         """Go on from a committed checkpoint, which is downloaded once for all ranks of a pod."""
         with self.checkpoints() as checkpoints:
-            bring_once(self.restored, str(version), lambda: checkpoints.load(version, self.restored))
+            download_once(self.restored, str(version), lambda: checkpoints.load(version, self.restored))
         self.policy.load_state(self.restored)
 
     def forget_restored(self) -> None:
         """Remove what `restore` has downloaded; every rank has read it."""
-        forget(self.restored)
+        remove_download(self.restored)
 
     def publish_model(self, version: int) -> str | None:
         """Write the Hugging Face folder of the policy to the run's folder and to the store; rank 0 returns its URI."""

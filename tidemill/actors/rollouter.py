@@ -15,7 +15,7 @@ from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
 from tidemill.actors.engine import RemoteEngine
 from tidemill.actors.placement import service_place
 from tidemill.config.run import RunConfig
-from tidemill.models.locate import Locator, model_here
+from tidemill.models.locate import Locator, fetch_model_once
 from tidemill.protocols import Engine, Evaluation, Loads
 from tidemill.records import Int32Array
 from tidemill.rollout.ledger import Ledger
@@ -56,7 +56,7 @@ class RolloutActor:
     async def start(self) -> None:
         """Read the prompts and start the reward workers; not in the constructor, whose errors look like its death."""
         config = self.config
-        tokenizer = load_tokenizer(self.model_path or (await asyncio.to_thread(model_here, config)).path)
+        tokenizer = load_tokenizer(self.model_path or (await asyncio.to_thread(fetch_model_once, config)).path)
         fetch = Locator.of(config).fetch_file
         self.prompts = load_prompts(config.data, tokenizer, config.seed, fetch)
         held_out = load_held_out(config.data, tokenizer, config.seed, fetch)

@@ -30,7 +30,7 @@ class ScorerActor:
         from tidemill.rollout.scoring import answer_held_out
 
         with TemporaryDirectory(prefix="tidemill-model-") as folder:
-            return await answer_held_out(self.config, Locator.of(self.config).bring(model, Path(folder)).path)
+            return await answer_held_out(self.config, Locator.of(self.config).fetch_model(model, Path(folder)).path)
 
 
 async def score_remotely(config: RunConfig, model: str) -> Evaluation:

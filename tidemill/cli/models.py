@@ -59,7 +59,7 @@ def generate(arguments: argparse.Namespace) -> int:
     say_loading(arguments.model)
     with quiet(arguments.debug), TemporaryDirectory(prefix="tidemill-model-") as folder:
         answers = generate_text(
-            locator.bring(arguments.model, Path(folder)).path,
+            locator.fetch_model(arguments.model, Path(folder)).path,
             arguments.prompts,
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,

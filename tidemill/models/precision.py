@@ -1,4 +1,4 @@
-"""In which precision a device computes; trainer and engines ask the same question."""
+"""The precision in which a device computes, for trainer and engines alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 Setting = Literal["auto", "bfloat16", "float32"]
-# x86 with AVX-512 or AMX instructions for it; `bf16` is what Linux calls ARM's.
+# x86 with AVX-512 or AMX instructions for bfloat16; `bf16` is Linux's name of ARM's.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -24,7 +24,7 @@ def compute_dtype(setting: Setting, device: torch.device | str) -> torch.dtype:
 
     Args:
         setting: from the config.
-        device: what computes.
+        device: runs the computation.
     """
     native = computes_bfloat16(torch.device(device))
     if setting == "auto":
@@ -46,7 +46,7 @@ def computes_bfloat16(device: torch.device) -> bool:
 
 
 def cpu_flags(cpuinfo: Path) -> frozenset[str]:
-    """Instruction set flags of the first processor; none where the kernel has no such file."""
+    """Instruction set flags of the first processor; empty on a kernel without this file."""
     if not cpuinfo.exists():
         return frozenset()
     for line in cpuinfo.read_text(encoding="utf-8").splitlines():

@@ -9,7 +9,7 @@ from pathlib import Path
 from tidemill.config.rollout import RolloutConfig
 from tidemill.errors import ConfigError
 from tidemill.inference.engine import VllmEngine
-from tidemill.models.resolve import context_of
+from tidemill.models.locate import context_of
 from tidemill.protocols import Sampling
 from tidemill.records import Completion, Int32Array
 from tidemill.rollout.prompts import as_messages, encode

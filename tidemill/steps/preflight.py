@@ -22,8 +22,15 @@ from tidemill.config.data import DataConfig, RewardConfig
 from tidemill.config.run import RunConfig
 from tidemill.driver.restart import check_fit
 from tidemill.errors import ConfigError, DataError, RunError
-from tidemill.models.locate import Locator
-from tidemill.models.resolve import context_of, default_cache, heads_of, looks_like_hub_name, resolve_model, snapshot
+from tidemill.models.locate import (
+    Locator,
+    context_of,
+    default_cache,
+    find_model,
+    heads_of,
+    looks_like_hub_name,
+    snapshot,
+)
 from tidemill.models.smollm2 import SMOLLM2
 from tidemill.rollout.prompts import as_text, take
 from tidemill.rollout.rewards import first_number, resolve
@@ -173,7 +180,7 @@ def check_model(config: RunConfig) -> None:
     """
     remote = config.model.startswith(("s3://", "models:/")) or looks_like_hub_name(config.model)
     if not remote or Path(config.model).expanduser().is_dir():
-        folder: Path | None = resolve_model(config.model, default_cache()).path
+        folder: Path | None = find_model(config.model, default_cache()).path
     else:
         folder = present(config.model)
     if folder is None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tidemill.cluster.local import LocalCluster
 from tidemill.config.run import RunConfig
-from tidemill.models.locate import Locator, locate_model
+from tidemill.models.locate import Locator, fetch_model
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation
@@ -62,7 +62,7 @@ class MachineProvider:
         """Start the embedded store and make the model ready."""
         del log
         endpoint = LocalCluster(self.config).provision()
-        model = locate_model(self.config)
+        model = fetch_model(self.config)
         check_room(self.config, count_weights(model.path))
         return {"store": endpoint, "model": str(model.path), "source": model.source}
 
@@ -131,4 +131,4 @@ def score(config: RunConfig, model: str) -> Evaluation:
     from tidemill.rollout.scoring import score_model
 
     with TemporaryDirectory(prefix="tidemill-model-") as folder:
-        return score_model(config, Locator.of(config).bring(model, Path(folder)).path)
+        return score_model(config, Locator.of(config).fetch_model(model, Path(folder)).path)

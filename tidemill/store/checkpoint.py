@@ -24,7 +24,7 @@ from typing import Any
 from tidemill.config.run import RunConfig
 from tidemill.errors import CheckpointError, StoreError
 from tidemill.store.commit import FORMAT, Manifest, Nowhere, check_same
-from tidemill.store.download_once import forget
+from tidemill.store.download_once import remove_download
 from tidemill.store.lease import Claim, Fence, reserve
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
 from tidemill.store.server import open_store, store_folder
@@ -289,7 +289,7 @@ def staging_folder(config: RunConfig, rank: int) -> Path:
 
 def clear_transit(config: RunConfig) -> None:
     """Remove what trainers that failed or were killed leave of checkpoints on their way, to the store or from it."""
-    forget(restored_folder(config))
+    remove_download(restored_folder(config))
     for folder in config.folder.glob(f"{STAGING}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
