@@ -18,7 +18,7 @@ from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rollouter import Rollouter
 from tidemill.rollout.staleness import Strategy
-from tidemill.train.masking import mask_stale
+from tidemill.train.batch import mask_stale
 
 TOKENS_PER_S = 4.0
 PATIENCE_S = 1e6  # virtual

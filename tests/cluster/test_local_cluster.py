@@ -12,7 +12,7 @@ from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
 from tidemill.driver.run import peak_memory
 from tidemill.errors import ConfigError, RunError, StoreError
-from tidemill.observe.memory import MemoryMeter
+from tidemill.observe.meters import MemoryMeter
 from tidemill.store.seaweedfs import find_server
 from tidemill.store.server import store_folder
 

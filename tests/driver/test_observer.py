@@ -11,8 +11,8 @@ from rollout_rig import run_config
 
 from tidemill.driver.observer import RunObserver
 from tidemill.observe.events import EventLog, StepFinished, read_events
+from tidemill.observe.meters import Timings
 from tidemill.observe.timeline import newest_attempt
-from tidemill.observe.timings import Timings
 from tidemill.train.trainer import Position
 
 STEPS = [

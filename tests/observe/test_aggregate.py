@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tidemill.errors import DataError
-from tidemill.observe.aggregate import RULES, MetricsAggregator, rule_of
-from tidemill.observe.metrics import group_metrics
+from tidemill.observe.metrics import RULES, MetricsAggregator, group_metrics, rule_of
 from tidemill.records import Group, Prompt, Rollout, VersionSpan
 
 DOCS = Path(__file__).parents[2] / "docs/metrics.md"

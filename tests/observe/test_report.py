@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from tidemill.errors import DataError
-from tidemill.observe.excerpt import counted, excerpt
 from tidemill.observe.report import Sample, Summary, render, shortened
+from tidemill.observe.text import counted, excerpt
 from tidemill.protocols import Answer
 
 SUMMARY = Summary(

@@ -28,8 +28,8 @@ from tidemill.kuberay.mirror import Screen
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.run_status import Board
 from tidemill.kuberay.watch import Watcher
+from tidemill.observe.console import Progress
 from tidemill.observe.events import EventLog
-from tidemill.observe.progress import Progress
 from tidemill.observe.report import Summary
 from tidemill.store.object_store import ObjectStore
 

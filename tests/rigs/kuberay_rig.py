@@ -23,8 +23,8 @@ from tidemill.kuberay.mirror import Screen
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.run_status import Board
 from tidemill.kuberay.watch import Watcher
+from tidemill.observe.console import Progress
 from tidemill.observe.events import EventLog, StepFinished, event_to_dict
-from tidemill.observe.progress import Progress
 from tidemill.observe.report import Summary
 from tidemill.store.attempt import Attempt
 from tidemill.store.object_store import ObjectStore

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rollout_rig import Rig
 
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
 from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Group
 from tidemill.train.batch import MicroBatch

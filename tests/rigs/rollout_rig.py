@@ -19,7 +19,7 @@ from tidemill.records import Group, Int32Array, Prompt
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rollouter import Rollouter
-from tidemill.train.masking import mask_stale
+from tidemill.train.batch import mask_stale
 
 
 class CharTokenizer:

@@ -15,7 +15,7 @@ from fleet_rig import Crew, FakeMember
 from rollout_rig import held_out
 
 from tidemill.errors import EngineError, EngineLostError, SyncError
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
 from tidemill.protocols import Evaluation, Loads, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Group, Int32Array
 from tidemill.rollout import fleet as fleet_module

@@ -19,9 +19,9 @@ from tidemill.driver.run import samples
 from tidemill.errors import StoreError
 from tidemill.models.locate import Locator
 from tidemill.observe.events import Notice, read_events
-from tidemill.observe.excerpt import LONGEST
-from tidemill.observe.excerpt import excerpt as cut
 from tidemill.observe.report import Sample, Summary
+from tidemill.observe.text import LONGEST
+from tidemill.observe.text import excerpt as cut
 from tidemill.protocols import Answer, Evaluation, evaluation_from_json
 from tidemill.steps import steps
 from tidemill.steps.request import Request

@@ -12,7 +12,7 @@ import yaml
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, StoreError
-from tidemill.observe.links import forwarded, links
+from tidemill.observe.markdown import links, port_forward
 from tidemill.steps.request import Request
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
@@ -101,7 +101,7 @@ def test_links_in_a_cluster_lead_to_kfp_mlflow_store_and_dashboard(addition: Run
     ],
 )
 def test_address_of_a_service_is_given_as_a_browser_reaches_it(address: str, way: str) -> None:
-    assert forwarded(address) == way
+    assert port_forward(address) == way
 
 
 def test_links_on_this_machine_name_the_folder(addition: RunConfig) -> None:

@@ -13,7 +13,7 @@ from fleet_rig import DEADLINE_S, Crew, until
 from rollout_rig import CharTokenizer
 
 from tidemill.config.data import DataConfig
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
 from tidemill.protocols import Evaluation, Loads
 from tidemill.rollout.prompts import PromptSet
 from tidemill.train.batch import MicroBatch

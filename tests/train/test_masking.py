@@ -31,8 +31,7 @@ from train_rig import (
 from tidemill.config.training import AlgorithmConfig
 from tidemill.fakes import FakeEngine
 from tidemill.records import Float32Array, Group, Int32Array, Rollout, VersionSpan
-from tidemill.train.batch import step_denominator
-from tidemill.train.masking import mask_stale
+from tidemill.train.batch import mask_stale, step_denominator
 from tidemill.train.policy import PolicyRank
 
 PRESENT, BOUND, STEPS = 6, 1, 3

@@ -15,11 +15,11 @@ from torch import Tensor
 from train_rig import batches_of, make_rank, plain_log_probs, random_advantages, random_groups
 
 from tidemill.config.training import AlgorithmConfig
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
 from tidemill.records import Group, Rollout, VersionSpan
 from tidemill.train.batch import MicroBatch, step_denominator
 from tidemill.train.policy import PolicyRank
-from tidemill.train.trainer import renamed, together
+from tidemill.train.trainer import aggregate, renamed
 
 VERSION, STEPS = 4, 3
 MODES: dict[str, dict[str, Any]] = {
@@ -294,7 +294,7 @@ def test_a_skipped_step_does_not_raise_the_largest_weight(llama: Path) -> None:
     ]
     found = [rank.update(batches, 50.0, VERSION) for batches in (batches_for(likelier)[0], [MicroBatch.of([])])]
     assert found[0]["correction/weight_max"] == pytest.approx(np.exp(-0.5), rel=1e-3)
-    assert together([renamed(report) for report in found])["correction/weight_max"] == pytest.approx(
+    assert aggregate([renamed(report) for report in found])["correction/weight_max"] == pytest.approx(
         np.exp(-0.5), rel=1e-3
     )
 

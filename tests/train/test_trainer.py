@@ -14,8 +14,8 @@ from rollout_rig import LengthReward, Rig, run_config
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
-from tidemill.observe.aggregate import MetricsAggregator
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
+from tidemill.observe.metrics import MetricsAggregator
 from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Completion, Group, Prompt, Rollout, VersionSpan
 from tidemill.rollout.producer import make_group

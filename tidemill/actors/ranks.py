@@ -19,7 +19,7 @@ from tidemill.actors.placement import rank_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.models.locate import fetch_model_once
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.store.checkpoint import Checkpoints, open_checkpoints, restored_folder, staging_folder
 from tidemill.store.download_once import download_once, remove_download

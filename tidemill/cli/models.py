@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from tidemill.cli.need import need_working_folder
 from tidemill.config.address import TRACKING, is_tracking
 from tidemill.errors import ConfigError
-from tidemill.observe.excerpt import counted
-from tidemill.observe.redirection import diverted
+from tidemill.observe.console import redirected
+from tidemill.observe.text import counted
 
 MAX_PORT = 65535
 
@@ -77,7 +77,7 @@ def say_loading(model: str) -> None:
 
 def quiet(debug: bool) -> AbstractContextManager[object]:
     """Keep the chatter of libraries and of their processes off the screen, unless it is asked for."""
-    return nullcontext() if debug else diverted(os.devnull)
+    return nullcontext() if debug else redirected(os.devnull)
 
 
 def ui(arguments: argparse.Namespace) -> int:

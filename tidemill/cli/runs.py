@@ -110,7 +110,7 @@ def refuse_run_of_this_machine(name: str) -> None:
 def timeline(arguments: argparse.Namespace) -> int:
     """The picture of a run, or its trace."""
     from tidemill.observe.events import past_events
-    from tidemill.observe.excerpt import counted
+    from tidemill.observe.text import counted
     from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
 
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run

@@ -39,9 +39,8 @@ from tidemill.config.run import RunConfig
 from tidemill.driver.failure import PERMANENT_FAILURE, Failure
 from tidemill.driver.run import train
 from tidemill.errors import ConfigError, RunError, StoreError, TidemillError, is_retryable
+from tidemill.observe.console import redirected, show_events
 from tidemill.observe.events import EventLog, PhaseFailed, PhaseStarted
-from tidemill.observe.progress import show_events
-from tidemill.observe.redirection import diverted
 from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation
 from tidemill.store.attempt import Attempt
@@ -95,7 +94,7 @@ class Job:
         with (
             open_store(self.config.store, self.config.output) as store,
             leased(store, self.config.name, claim),
-            diverted(folder / "log.txt") as screen,
+            redirected(folder / "log.txt") as screen,
             JournalWriter(store, self.attempt.log, folder / "log.txt"),
             JournalWriter(store, self.attempt.events, folder / "events.jsonl"),
         ):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from tidemill.config.run import RunConfig
-from tidemill.observe.aggregate import MetricsAggregator
 from tidemill.observe.events import (
     Activity,
     EvaluationFinished,
@@ -17,8 +16,9 @@ from tidemill.observe.events import (
     StepFinished,
     past_events,
 )
+from tidemill.observe.meters import Timings
+from tidemill.observe.metrics import MetricsAggregator
 from tidemill.observe.timeline import newest_attempt, svg
-from tidemill.observe.timings import Timings
 from tidemill.protocols import Evaluation, Loads
 from tidemill.tracking.tracker import Tracker
 from tidemill.train.trainer import Metrics, Position

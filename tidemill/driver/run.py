@@ -31,10 +31,9 @@ from tidemill.driver.restart import Restart, find_restart, identity
 from tidemill.errors import RunError, TidemillError
 from tidemill.models.locate import LocalModel, fetch_model
 from tidemill.observe.events import EventLog
-from tidemill.observe.excerpt import counted
-from tidemill.observe.memory import MemoryMeter
+from tidemill.observe.meters import MemoryMeter, Timings
 from tidemill.observe.report import Sample, Summary, shortened
-from tidemill.observe.timings import Timings
+from tidemill.observe.text import counted
 from tidemill.protocols import Evaluation
 from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.fleet import Fleet

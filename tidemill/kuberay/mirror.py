@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.errors import StoreGapError
+from tidemill.observe.console import Progress
 from tidemill.observe.events import Event, EventLog, Notice, StepFinished, parse_line
-from tidemill.observe.progress import Progress
 from tidemill.store.attempt import Attempt
 from tidemill.store.journal import JournalReader
 from tidemill.store.object_store import ObjectStore

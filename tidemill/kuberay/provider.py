@@ -20,8 +20,8 @@ from tidemill.kuberay.owner import Owner, this_kfp_run
 from tidemill.kuberay.release import release_run
 from tidemill.kuberay.run_status import Board
 from tidemill.kuberay.watch import Watcher
+from tidemill.observe.console import Progress
 from tidemill.observe.events import EventLog
-from tidemill.observe.progress import Progress
 from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation, evaluation_from_json
 from tidemill.store.attempt import Attempt, newest_attempt

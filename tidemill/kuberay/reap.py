@@ -23,7 +23,7 @@ from tidemill.kuberay.cluster import (
     name_of,
 )
 from tidemill.kuberay.state import seconds
-from tidemill.observe.excerpt import counted
+from tidemill.observe.text import counted
 
 MINUTE_S = 60.0
 DAY_S = 24 * 3600.0

@@ -19,8 +19,8 @@ from tidemill.kuberay.cluster import (
 )
 from tidemill.kuberay.run_status import ENDED
 from tidemill.kuberay.state import JobState, Phase, assess
-from tidemill.observe.excerpt import counted
-from tidemill.observe.links import DASHBOARD, STOP
+from tidemill.observe.markdown import DASHBOARD, STOP
+from tidemill.observe.text import counted
 
 SILENT_S = 300.0
 """A watcher that has said nothing for so long is worth a word."""

@@ -22,7 +22,7 @@ from tidemill.kuberay.mirror import Mirror, Screen
 from tidemill.kuberay.run_status import FAILED, Board
 from tidemill.kuberay.state import JobState, Phase, assess, seconds
 from tidemill.observe.events import Notice, PhaseStarted
-from tidemill.observe.links import cluster_rows
+from tidemill.observe.markdown import cluster_rows
 from tidemill.observe.report import Summary
 from tidemill.retry import OUTAGE_S
 from tidemill.store.attempt import Attempt

@@ -19,9 +19,8 @@ from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.launch import INTERRUPTED, clean_up
 from tidemill.local.outcome import program, say, say_full, say_interrupted, say_started, show, shown
 from tidemill.local.run_folder import begin, exclusive
+from tidemill.observe.console import redirected, show_events
 from tidemill.observe.events import past_events
-from tidemill.observe.progress import show_events
-from tidemill.observe.redirection import diverted
 from tidemill.observe.report import Summary
 from tidemill.steps.preflight import (
     check_cluster,
@@ -57,7 +56,7 @@ def attend(config: RunConfig, train: Train, *, debug: bool) -> int:
         adopt_orphans()
         if debug:
             return watched(config, train, settings, Console())
-        with diverted(log) as screen:
+        with redirected(log) as screen:
             return watched(config, train, settings, Console(file=screen))
 
 

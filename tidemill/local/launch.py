@@ -29,8 +29,8 @@ from tidemill.local.interrupt import interruptible, undisturbed
 from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say, say_interrupted, say_started
 from tidemill.local.run_folder import begin, exclusive, forget, fresh, holder
 from tidemill.models.locate import pin_model
+from tidemill.observe.console import show_events
 from tidemill.observe.events import past_events
-from tidemill.observe.progress import show_events
 from tidemill.steps.lock import label
 from tidemill.steps.preflight import check_restart
 from tidemill.steps.settings_file import FILE

@@ -5,8 +5,12 @@ A ratio or mean is always over the things themselves (rollouts, tokens, groups),
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -122,3 +126,242 @@ def advantage_metrics(advantages: Sequence[Float32Array]) -> dict[str, float]:
 def share(flags: Iterator[bool]) -> float:
     """Fraction of true values; of at least one."""
     return float(np.mean(list(flags)))
+
+
+Kind = Literal["sum", "last", "max", "min", "mean", "deviation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a metric's values of several steps become one.
+
+    Attributes:
+        kind: `mean` is weighted; `deviation` is that of everything together, from the deviations of the steps.
+        by: the metric that is the weight, None where every step counts once.
+        mean: for `deviation`, the metric with the means of the steps; None where they are 0.
+        everywhere: for a `mean`, a step that does not report it counts too, with 0; `by` is a sum then.
+    """
+
+    kind: Kind
+    by: str | None = None
+    mean: str | None = None
+    everywhere: bool = False
+
+
+SUM, LAST, MAX, MIN = Rule("sum"), Rule("last"), Rule("max"), Rule("min")
+PER_UPDATE = Rule("mean", by="update/count")
+PER_GROUP = Rule("mean", by="groups/count")  # also of rollouts: all groups of a run are equally large
+PER_COUNTED_TOKEN = Rule("mean", by="response/trained_tokens")
+PER_TRAINED_TOKEN = Rule("mean", by="update/tokens")
+PER_GENERATED_GROUP = Rule("mean", by="rollout/generated_groups")
+OVER_TIME = Rule("mean", by="time/step")
+
+# A part in capitals stands for any name; a name that is listed itself is meant first.
+RULES: Mapping[str, Rule] = {
+    "reward/mean": PER_GROUP,
+    "reward/std": Rule("deviation", by="groups/count", mean="reward/mean"),
+    "reward/min": MIN,
+    "reward/max": MAX,
+    "reward/PART/mean": Rule("mean", by="groups/count", everywhere=True),
+    "groups/count": SUM,
+    "groups/zero_variance_ratio": PER_GROUP,
+    "advantage/std": Rule("deviation", by="groups/count"),
+    "advantage/min": MIN,
+    "advantage/max": MAX,
+    "response/tokens": SUM,
+    "response/trained_tokens": SUM,
+    "response/length_mean": PER_GROUP,
+    "response/length_min": MIN,
+    "response/length_max": MAX,
+    "response/truncated_ratio": PER_GROUP,
+    "response/seconds_mean": PER_GROUP,
+    "response/seconds_max": MAX,
+    "prompt/length_mean": PER_GROUP,
+    "prompt/length_max": MAX,
+    "staleness/mean": PER_GROUP,
+    "staleness/max": MAX,
+    "staleness/token_mean": PER_COUNTED_TOKEN,
+    "staleness/groups_of_age/AGE": SUM,
+    "staleness/stale_groups": SUM,
+    "staleness/stale_rollouts": SUM,
+    "staleness/masked_tokens": SUM,
+    "staleness/partial_rollouts": SUM,
+    "staleness/partial_ratio": PER_GROUP,
+    "staleness/partial_span_max": MAX,
+    "loss/policy": PER_UPDATE,
+    "loss/grad_norm": PER_UPDATE,
+    "loss/learning_rate": LAST,
+    "ratio/mean": PER_TRAINED_TOKEN,
+    "ratio/clip_fraction": PER_TRAINED_TOKEN,
+    "kl/old_new": PER_TRAINED_TOKEN,
+    "kl/reference": PER_TRAINED_TOKEN,
+    "correction/old_rollout_gap": PER_TRAINED_TOKEN,
+    "correction/weight_mean": PER_TRAINED_TOKEN,
+    "correction/weight_max": MAX,
+    "correction/truncated_ratio": PER_TRAINED_TOKEN,
+    "update/count": SUM,
+    "update/tokens": SUM,
+    "update/skipped": SUM,
+    "evaluation/score": LAST,
+    "evaluation/skipped/REASON": LAST,
+    "time/get_groups": SUM,
+    "time/advantages": SUM,
+    "time/pack": SUM,
+    "time/update_actor": SUM,
+    "time/forward": SUM,
+    "time/backward": SUM,
+    "time/optimizer": SUM,
+    "time/old_log_prob": SUM,
+    "time/sync": SUM,
+    "time/sync_export": SUM,
+    "time/sync_upload": SUM,
+    "time/sync_adopt": SUM,
+    "time/sync_canary": SUM,
+    "time/evaluate": SUM,
+    "time/checkpoint": SUM,
+    "time/step": SUM,
+    "queue/depth": LAST,
+    "queue/capacity": LAST,
+    "queue/put": LAST,
+    "queue/trained": LAST,
+    "queue/dropped": LAST,
+    "queue/swept": LAST,
+    "queue/oldest_version": LAST,
+    "rollout/engines": LAST,
+    "rollout/deferred": LAST,
+    "rollout/engines_joined": SUM,
+    "rollout/engines_removed": SUM,
+    "rollout/generating": LAST,
+    "rollout/scoring": LAST,
+    "rollout/delivering": LAST,
+    "rollout/generated_groups": SUM,
+    "rollout/generated_tokens": SUM,
+    "rollout/wasted_tokens": SUM,
+    "rollout/updated_midway": SUM,
+    "rollout/reward/mean": PER_GENERATED_GROUP,
+    "rollout/reward/std_in_group": PER_GENERATED_GROUP,
+    "rollout/reward/PART": Rule("mean", by="rollout/generated_groups", everywhere=True),
+    "rollout/response_length/mean": PER_GENERATED_GROUP,
+    "rollout/truncated": PER_GENERATED_GROUP,
+    "rollout/group_seconds/mean": PER_GENERATED_GROUP,
+    "rollout/failed/REASON": SUM,
+    "rollout/dropped/REASON": SUM,
+    "rollout/cancelled/REASON": SUM,
+    "rollout/skipped/REASON": SUM,
+    "ledger/issued": LAST,
+    "ledger/trained": LAST,
+    "ledger/quarantined": LAST,
+    "ledger/dispatched": LAST,
+    "ledger/queued": LAST,
+    "ledger/waiting": LAST,
+    "ledger/dropped/REASON": LAST,
+    "sync/bytes": LAST,
+    "sync/stored_bytes": SUM,
+    "sync/full": SUM,
+    "sync/canary_gap": MAX,
+    "idle/trainer": OVER_TIME,
+    "idle/rollouter": OVER_TIME,
+    "throughput/tokens_per_second": OVER_TIME,
+}
+
+
+@dataclass(slots=True)
+class Column:
+    """The values of one metric so far; what a rule needs of them."""
+
+    last: float = math.nan
+    largest: float = -math.inf
+    smallest: float = math.inf
+    weight: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        """One more value; `total` and `squares` are weighted sums."""
+        self.last = value
+        self.largest, self.smallest = max(self.largest, value), min(self.smallest, value)
+        self.weight += weight
+        self.total += weight * value
+        self.squares += weight * value * value
+
+
+class MetricsAggregator:
+    """Takes the metrics of one step after the other, and says what they are together.
+
+    A metric that only some steps report (evaluation, checkpoint) is taken over those steps, but for those that count
+    as 0 in the others.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Column] = {}
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """One more step.
+
+        Raises:
+            DataError: a metric has no rule, or its weight is not among the metrics of the step.
+        """
+        for name, value in metrics.items():
+            by = rule_of(name).by
+            if by is not None and by not in metrics:
+                raise DataError(f"metric {name} is weighted by {by}, which this step does not report")
+            self._columns.setdefault(name, Column()).add(value, 1.0 if by is None else metrics[by])
+
+    def result(self) -> dict[str, float]:
+        """Every metric over all steps so far; a mean whose weights are all 0 is left out."""
+        taken = {name: self._take(rule_of(name), column) for name, column in self._columns.items()}
+        return {name: value for name, value in taken.items() if value is not None}
+
+    def _take(self, rule: Rule, column: Column) -> float | None:
+        if rule.kind in ("mean", "deviation") and not column.weight:
+            return None
+        match rule.kind:
+            case "sum":
+                return column.total
+            case "last":
+                return column.last
+            case "max":
+                return column.largest
+            case "min":
+                return column.smallest
+            case "mean":
+                return column.total / self._weight(rule, column)
+            case "deviation":
+                means = Column() if rule.mean is None else self._columns[rule.mean]
+                return deviation(column, means)
+
+    def _weight(self, rule: Rule, column: Column) -> float:
+        """Of the steps that a mean is over."""
+        return self._columns[rule.by].total if rule.everywhere and rule.by is not None else column.weight
+
+
+def aggregate(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What several reports amount to; one stays as it is. A mean over no tokens at all is that of the last one."""
+    if len(reports) == 1:
+        return dict(reports[0])
+    aggregator = MetricsAggregator()
+    for report in reports:
+        aggregator.add(report)
+    return {**(reports[-1] if reports else {}), **aggregator.result()}
+
+
+def deviation(deviations: Column, means: Column) -> float:
+    """Of all values together: the mean square of the deviations, plus the variance of the means (total variance)."""
+    weight = deviations.weight
+    variance_of_means = means.squares / weight - (means.total / weight) ** 2
+    return math.sqrt(max(0.0, deviations.squares / weight + variance_of_means))
+
+
+def rule_of(name: str) -> Rule:
+    """The rule for a metric.
+
+    Raises:
+        DataError: there is none.
+    """
+    if name in RULES:
+        return RULES[name]
+    for pattern, rule in RULES.items():
+        # A reward that returns several numbers has parts of two places, FUNCTION/PART.
+        if re.fullmatch(re.sub("[A-Z]+", ".+", pattern), name):
+            return rule
+    raise DataError(f"metric {name} has no rule in observe/metrics.py; say there what it is over several steps")

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.errors import DataError
-from tidemill.observe.excerpt import counted, excerpt
-from tidemill.observe.progress import duration
+from tidemill.observe.text import counted, duration, excerpt
 from tidemill.protocols import Answer, Evaluation
 
 CELL = 300
@@ -74,7 +73,7 @@ class Summary:
         skipped: prompts that were never trained, by reason.
         dropped: groups that were generated and not trained, by reason; their prompts were issued again.
         phase_seconds: wall time by phase, of the last attempt.
-        metrics: those of all steps together, by the rules of `observe.aggregate`; of the last attempt.
+        metrics: those of all steps together, by the rules of `observe.metrics`; of the last attempt.
         missing: why a value is None, by its name.
         stopped: why the run was ended before its last step; None if it was not.
     """

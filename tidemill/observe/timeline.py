@@ -18,7 +18,7 @@ from html import escape
 
 from tidemill.errors import DataError
 from tidemill.observe.events import Activity, Event
-from tidemill.observe.progress import duration
+from tidemill.observe.text import duration
 
 # Phases of the trainer that do not overlap, and how they are drawn; those inside another one are left out.
 COLORS: Mapping[str, str] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from tidemill.config.kubernetes import KubernetesConfig
 from tidemill.errors import ConfigError, RunError, StoreError, TidemillError
 from tidemill.kuberay.release import release_this_pipeline
-from tidemill.observe.links import links
+from tidemill.observe.markdown import links
 from tidemill.steps.request import Request
 from tidemill.steps.steps import teardown, validate
 from tidemill.steps.sweep import variants as split

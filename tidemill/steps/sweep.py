@@ -15,7 +15,7 @@ from pathlib import Path
 from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError
-from tidemill.observe.links import links
+from tidemill.observe.markdown import links
 from tidemill.observe.report import Summary
 from tidemill.protocols import evaluation_from_json
 from tidemill.steps.request import Request, entries, renamed

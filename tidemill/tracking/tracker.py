@@ -23,8 +23,8 @@ import tidemill
 from tidemill.config.names import job_name
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError
-from tidemill.observe.excerpt import excerpt
-from tidemill.observe.links import places
+from tidemill.observe.markdown import links_table
+from tidemill.observe.text import excerpt
 from tidemill.protocols import Evaluation
 from tidemill.tracking.dataset_inputs import dataset_inputs
 from tidemill.tracking.metric_writer import MetricWriter, Point, Spool, Unwritten
@@ -244,7 +244,7 @@ def describe(client: Any, run_id: str, config: RunConfig) -> None:
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
     client.log_inputs(run_id, datasets=dataset_inputs(config))
-    tags = {"tidemill.model": config.model, NOTE: places(config), SOURCE: "tidemill", OWNED: tidemill.__version__}
+    tags = {"tidemill.model": config.model, NOTE: links_table(config), SOURCE: "tidemill", OWNED: tidemill.__version__}
     set_tags(client, run_id, tags)
 
 

@@ -6,12 +6,13 @@ Shapes: B rows of T columns, K target tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.records import Group, Int32Array
+from tidemill.records import Group, Int32Array, Rollout
+from tidemill.rollout.staleness import too_old
 from tidemill.train.tree import Aggregation, PackedRow, Targets, common_start, in_token_order
 
 # What a column costs besides attention, in columns it could attend to instead; about 5 times the hidden size in
@@ -124,3 +125,19 @@ def step_denominator(groups: Sequence[Group], aggregation: Aggregation) -> float
     """
     learned = [np.count_nonzero(rollout.loss_mask) for group in groups for rollout in group.rollouts]
     return float(sum(learned) if aggregation == "token" else np.count_nonzero(learned))
+
+
+def mask_stale(group: Group, version: int, max_staleness: int) -> Group:
+    """The group with a loss mask of 0 where a token may no longer be trained at `version`; the rest as it is."""
+    if not too_old(group.oldest_version, version, max_staleness):
+        return group
+    return replace(group, rollouts=tuple(masked(rollout, version, max_staleness) for rollout in group.rollouts))
+
+
+def masked(rollout: Rollout, version: int, max_staleness: int) -> Rollout:
+    """One rollout of `mask_stale`."""
+    loss_mask = rollout.loss_mask.copy()
+    for span in rollout.versions:
+        if too_old(span.version, version, max_staleness):
+            loss_mask[span.start : span.end] = 0
+    return replace(rollout, loss_mask=loss_mask)

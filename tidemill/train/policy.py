@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tidemill.config.training import AlgorithmConfig, TrainerConfig
 from tidemill.errors import RunError
 from tidemill.models.precision import compute_dtype
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch

@@ -1,4 +1,4 @@
-"""The wish that a run ends early and in order."""
+"""A request to end a run early."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ POLL_S = 0.2
 
 
 class Stop:
-    """Ends a run after the current optimizer step: with a sync, a score and a model, or immediately.
+    """Ends a run after the current optimizer step.
 
-    `ask` may be called from any thread, and from the handler of a signal: it takes no lock and wakes nobody, so that
-    who waits looks every now and then.
+    A normal stop finishes the evaluation, publishes the last version and exports the model. An immediate stop writes a
+    checkpoint only.
+
+    `ask` may be called from any thread and from a signal handler: it takes no lock and notifies no waiter, so
+    `asked` polls.
 
     Attributes:
-        reason: why the run is to end, in words; None while nobody has asked.
-        immediate: whether there is time for a checkpoint only; the engines may be gone already.
+        reason: why the run ends; None until a stop is requested.
+        immediate: only a checkpoint is written, because the engines may already be gone.
     """
 
     def __init__(self) -> None:
@@ -23,12 +26,12 @@ class Stop:
         self.immediate = False
 
     def ask(self, reason: str, *, immediate: bool = False) -> None:
-        """Ask the run to end; the first reason stays, but an immediate stop replaces it."""
+        """Request a stop. The first reason is kept, unless a later request is immediate."""
         self.immediate = self.immediate or immediate
         if self.reason is None or immediate:
             self.reason = reason
 
     async def asked(self, *, immediate: bool = False) -> None:
-        """Wait until a stop is asked for; with `immediate`, until an immediate one is."""
+        """Wait until a stop is requested, or with `immediate` until an immediate one is."""
         while not self.immediate and (immediate or self.reason is None):
             await asyncio.sleep(POLL_S)

@@ -18,16 +18,14 @@ from typing import Any, Protocol, TypeVar
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
-from tidemill.observe.aggregate import together
-from tidemill.observe.metrics import group_metrics
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
+from tidemill.observe.metrics import aggregate, group_metrics
 from tidemill.protocols import Evaluation, Generation, Lease, Loads, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.task_group import task_group
 from tidemill.train.advantages import grpo_advantages
-from tidemill.train.batch import MicroBatch, micro_batches, step_denominator
+from tidemill.train.batch import MicroBatch, mask_stale, micro_batches, step_denominator
 from tidemill.train.evaluation import Spares, Validation
-from tidemill.train.masking import mask_stale
 from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
 from tidemill.train.weight_sync import Publisher, WeightSync
@@ -206,7 +204,7 @@ class Trainer:
             with timings.phase("update_actor"):
                 denominator = step_denominator(groups[part], self.config.algorithm.aggregation)
                 reports.append(renamed(await self.ranks.update(batches, denominator, self.position.version)))
-        return together(reports)
+        return aggregate(reports)
 
     @property
     def sync_is_due(self) -> bool:

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tidemill.observe.aggregate import together
-from tidemill.observe.timings import Interval, Timings
+from tidemill.observe.meters import Interval, Timings
+from tidemill.observe.metrics import aggregate
 from tidemill.protocols import Generation, PauseMode
 
 
@@ -82,7 +82,7 @@ class WeightSync:
     def take(self) -> dict[str, float]:
         """What the adoptions that ended since the last call measured, taken together."""
         reports, self._reports = self._reports, []
-        return together(reports)
+        return aggregate(reports)
 
     def take_intervals(self) -> list[Interval]:
         """When engines adopted versions beside the trainer, of the adoptions that ended since the last call."""

@@ -22,7 +22,7 @@ from tidemill.errors import (
     TidemillError,
     is_retryable,
 )
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
 from tidemill.protocols import Engine, PauseMode
 from tidemill.records import Float32Array, Int32Array
 from tidemill.weights.outbox import Outbox, Publication

@@ -33,3 +33,10 @@ def excerpt(text: str, longest: int = LONGEST) -> str:
         return text
     half = (longest - len(CUT)) // 2
     return f"{text[:half].rstrip()}{CUT}{text[-half:].lstrip()}"
+
+
+def duration(seconds: float) -> str:
+    """`m:ss`, or `h:mm:ss` from an hour on."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

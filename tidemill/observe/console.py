@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
@@ -14,7 +17,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished, follow
-from tidemill.observe.excerpt import counted, printable
+from tidemill.observe.text import counted, duration, printable
 
 HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
 LINES_PER_HEADER = 20
@@ -167,8 +170,25 @@ def short(name: str) -> str:
     return name if len(name) <= BAR_TEXT else f"{name[: BAR_TEXT - 3].rstrip()}..."
 
 
-def duration(seconds: float) -> str:
-    """`m:ss`, or `h:mm:ss` from an hour on."""
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+@contextmanager
+def redirected(target: Path | str) -> Iterator[TextIO]:
+    """Within the body everything is appended to a file; yields the screen that was standard output.
+
+    After success standard error stays redirected, for what libraries say while the interpreter ends.
+    """
+    sys.stdout.flush()
+    output, errors = os.dup(1), os.dup(2)
+    file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        with os.fdopen(os.dup(output), "w", encoding=sys.stdout.encoding) as screen:
+            yield screen
+    except BaseException:
+        os.dup2(errors, 2)
+        raise
+    finally:
+        sys.stdout.flush()
+        os.dup2(output, 1)
+        for descriptor in (output, errors, file):
+            os.close(descriptor)

@@ -8,8 +8,8 @@ import sys
 import pytest
 from rich.console import Console
 
+from tidemill.observe.console import HEADER, Progress, duration
 from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished
-from tidemill.observe.progress import HEADER, Progress, duration
 
 METRICS = {
     "reward/mean": 0.4121,

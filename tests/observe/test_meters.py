@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tidemill.observe.timings import Timings
+from tidemill.observe.meters import Timings
 
 
 @dataclass
