@@ -48,7 +48,7 @@ PURE = (
     "tidemill.protocols",
     "tidemill.fakes",
     "tidemill.queue",
-    "tidemill.rollout.deferral",
+    "tidemill.rollout.ordering",
     "tidemill.rollout.ledger",
     "tidemill.rollout.staleness",
     "tidemill.train.advantages",

@@ -19,12 +19,14 @@ from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.fleet import Fleet
+from tidemill.rollout.group_request import Timeouts
 from tidemill.rollout.prompts import PromptSet
 from tidemill.weights.outbox import MemoryOutbox
 from tidemill.weights.synchronizer import Synchronizer
 
 CANARY = np.arange(6, dtype=np.int32)
 DEADLINE_S = 10.0
+TIMEOUTS = Timeouts(answer_s=DEADLINE_S)  # so that the requests of a dead engine report even on a busy machine
 
 
 class FakeMember(FakeEngine):
@@ -140,6 +142,7 @@ class Crew:
             held_out=self.held_out,
             state=self.state,
             version=self.version,
+            timeouts=TIMEOUTS,
         )
         outbox = MemoryOutbox(self.folder / "shm", self.export)
         self.synchronizer = Synchronizer(self.members, SyncConfig(timeout_s=0.5), outbox, self.score, CANARY)

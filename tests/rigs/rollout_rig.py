@@ -16,6 +16,7 @@ from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import WeightUpdate
 from tidemill.queue.message_queue import MessageQueue
 from tidemill.records import Group, Int32Array, Prompt
+from tidemill.rollout.group_request import TIMEOUTS, Timeouts
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rollouter import Rollouter
@@ -91,6 +92,7 @@ class Rig:
     version: int = 0
     prompt: str = "question {}"
     clock: Callable[[], float] = own_time
+    timeouts: Timeouts = TIMEOUTS
 
     def __post_init__(self) -> None:
         config, data = self.config, self.config.data
@@ -115,6 +117,7 @@ class Rig:
             ledger=self.ledger,
             version=self.version,
             clock=self.clock,
+            timeouts=self.timeouts,
         )
 
     async def train_step(self) -> bool:

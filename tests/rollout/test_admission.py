@@ -22,8 +22,8 @@ from tidemill.protocols import Delivery, Lease
 from tidemill.queue.message_queue import MessageQueue
 from tidemill.records import GroupHeader
 from tidemill.rollout.admission import Admission
-from tidemill.rollout.deferral import Deferral
 from tidemill.rollout.ledger import Ledger
+from tidemill.rollout.ordering import StartOrder
 
 T = TypeVar("T")
 NOW = 0.0  # a call that cannot be answered at once gives up
@@ -78,11 +78,11 @@ class Run(RuleBasedStateMachine):
         """What a new process has: the last commit, an empty queue, nothing in flight."""
         state, version, trained = self.committed
         self.ledger, self.trained = Ledger.restore(json.loads(state), self.stream), list(trained)
-        self.deferral = Deferral(lambda uid: uid % self.rows, self.rows, self.config)
-        self.admission = Admission(self.config, 1, self.ledger, version, self.deferral)
+        self.start_order = StartOrder(lambda uid: uid % self.rows, self.rows, self.config)
+        self.admission = Admission(self.config, 1, self.ledger, version, self.start_order)
         self.policy, self.queued = self.admission.policy, self.admission.queued
         self.queue: MessageQueue[None] = MessageQueue(self.config.queue_capacity, self.eta)
-        self.flights: dict[int, int] = {}  # version at the start by uid
+        self.in_flight: dict[int, int] = {}  # version at the start by uid
         self.since_sync = 0
 
     @property
@@ -91,38 +91,38 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        while (uid := self.admission.next(self.flights, self.now)) is not None:
+        while (uid := self.admission.next(self.in_flight, self.now)) is not None:
             self.admission.start(uid)
-            self.flights[uid] = self.version
+            self.in_flight[uid] = self.version
 
-    @precondition(lambda self: self.flights)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        uid = data.draw(st.sampled_from(sorted(self.flights)))
-        started = self.flights[uid]
-        others = [version for other, version in self.flights.items() if other != uid]
-        place = self.admission.settled(self.flights) + 1
+        uid = data.draw(st.sampled_from(sorted(self.in_flight)))
+        started = self.in_flight[uid]
+        others = [version for other, version in self.in_flight.items() if other != uid]
+        place = self.admission.accepted(self.in_flight) + 1
         if self.policy.strategy == "wait" and not self.policy.keeps_all_in_time(place, others):
             return
         oldest = data.draw(st.integers(started, self.version))  # its first token may come later than its start
         usable = self.policy.usable_version(oldest, data.draw(st.integers(oldest, self.version)))
         self.now += data.draw(st.sampled_from([0.0, 1.0]))
-        self.deferral.finished(uid, self.now - data.draw(st.sampled_from([1.0, 9.0])), self.now)
+        self.start_order.finished(uid, self.now - data.draw(st.sampled_from([1.0, 9.0])), self.now)
         try:
             at_once(self.queue.put([Delivery(GroupHeader(uid, oldest, usable, 1, 1), None)], NOW))
         except TimeoutError:
             assert len(self.queue.queued) == self.queue.capacity
             return
         self.ledger.queued(uid)
-        del self.flights[uid]
+        del self.in_flight[uid]
         self.queued[uid] = usable
 
-    @precondition(lambda self: self.flights)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), reason=st.sampled_from(["timeout", "engine_error"]))
     def fail(self, data: st.DataObject, reason: str) -> None:
-        uid = data.draw(st.sampled_from(sorted(self.flights)))
+        uid = data.draw(st.sampled_from(sorted(self.in_flight)))
         self.ledger.dropped(uid, reason)
-        del self.flights[uid]
+        del self.in_flight[uid]
 
     @rule()
     def train(self) -> None:
@@ -143,7 +143,7 @@ class Run(RuleBasedStateMachine):
             assert all(self.version - delivery.header.oldest_version <= self.eta for delivery in lease.deliveries)
         at_once(self.queue.acknowledge(lease.lease_id))
         self.ledger.trained(uids)
-        self.deferral.trained(uids)
+        self.start_order.trained(uids)
         for uid in uids:
             del self.queued[uid]
         self.trained += uids
@@ -156,7 +156,7 @@ class Run(RuleBasedStateMachine):
         """What a healthy run mostly does; without it few examples come far."""
         for _ in range(rounds):
             self.admit()
-            for _ in range(min(self.step, len(self.flights))):
+            for _ in range(min(self.step, len(self.in_flight))):
                 self.finish(data)
             self.train()
 
@@ -164,11 +164,11 @@ class Run(RuleBasedStateMachine):
         """As `Rollouter.begin_version`."""
         self.admission.begin_version(self.version + 1, self.now)
         self.since_sync = 0
-        for uid, started in list(self.flights.items()):
-            if self.admission.overtaken(started, self.version):
+        for uid, started in list(self.in_flight.items()):
+            if self.admission.must_cancel(started, self.version):
                 assert self.policy.strategy not in ("wait", "mask")
                 self.ledger.dropped(uid, "stale")
-                del self.flights[uid]
+                del self.in_flight[uid]
 
     @rule()
     def commit(self) -> None:
@@ -193,12 +193,12 @@ class Run(RuleBasedStateMachine):
         assert max(Counter(self.trained).values(), default=1) == 1
         assert self.ledger.trained_count == len(self.trained)
         counts = self.ledger.counts()
-        assert (counts["dispatched"], counts["queued"]) == (len(self.flights), len(self.queued))
-        assert len(self.flights) <= self.policy.max_concurrent
+        assert (counts["dispatched"], counts["queued"]) == (len(self.in_flight), len(self.queued))
+        assert len(self.in_flight) <= self.policy.max_concurrent
 
     @invariant()
     def no_more_is_under_way_than_can_be_trained_in_time(self) -> None:
-        under_way = self.admission.settled(self.flights) + len(self.flights)
+        under_way = self.admission.accepted(self.in_flight) + len(self.in_flight)
         assert under_way <= self.total
         if self.policy.strategy != "drop":
             assert under_way <= self.policy.deadline(self.version)
@@ -209,14 +209,14 @@ class Run(RuleBasedStateMachine):
         """From wherever it stands, the run comes to its end: every occurrence trained exactly once."""
         for _ in range(20 * self.total + 20):
             self.admit()
-            for uid in sorted(self.flights, key=lambda uid: self.flights[uid]):
+            for uid in sorted(self.in_flight, key=lambda uid: self.in_flight[uid]):
                 if len(self.queue.queued) < self.queue.capacity:
-                    oldest = self.flights.pop(uid)
+                    oldest = self.in_flight.pop(uid)
                     usable = self.policy.usable_version(oldest, self.version)
                     at_once(self.queue.put([Delivery(GroupHeader(uid, oldest, usable, 1, 1), None)], NOW))
                     self.ledger.queued(uid)
                     self.queued[uid] = usable
-                    self.deferral.finished(uid, self.now - 1.0, self.now)
+                    self.start_order.finished(uid, self.now - 1.0, self.now)
             self.train()
             if self.admission.complete():
                 break
@@ -230,7 +230,7 @@ test_any_interleaving = Run.TestCase
 def test_what_will_be_swept_keeps_its_place_among_the_last_of_a_run() -> None:
     config = run_config(trainer={"steps": 3, "ppo_mini_batch_size": 1}, data={"epochs": None})
     ledger = Ledger(None)
-    admission = Admission(config, 1, ledger, 0, Deferral(lambda uid: 0, 1, config))
+    admission = Admission(config, 1, ledger, 0, StartOrder(lambda uid: 0, 1, config))
     for uid in range(2):
         assert admission.next({}, 0.0) == uid
         admission.start(uid)

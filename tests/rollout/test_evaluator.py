@@ -193,17 +193,17 @@ async def test_an_engine_that_dies_hands_its_prompts_to_the_others() -> None:
     assert await rig.rollouter.lost_engines() == {"engine 0": "fake engine: it was shut down"}
 
 
-async def test_a_suspect_is_asked_when_nothing_else_is_in_flight_that_might_be_to_blame() -> None:
+async def test_a_prompt_that_may_crash_its_engine_is_generated_while_nothing_else_is_in_flight() -> None:
     pool = EnginePool([engine := FakeEngine()])
     evaluator = Evaluator(run_config(), held_out(1), pool, LengthReward(), decode)
     for name in ("engine 7", "engine 8"):
-        evaluator.suspects.crashed(0, name)
+        evaluator.crashes.crashed(0, name)
     with pool.lease():
         evaluation = asyncio.create_task(evaluator.evaluate(0))
         await asyncio.sleep(1.0)
-        assert (evaluator.alone, engine.requests) == (True, [])
+        assert (evaluator.exclusive, engine.requests) == (True, [])
     assert (await evaluation).score == 4.0
-    assert not evaluator.alone
+    assert not evaluator.exclusive
 
 
 async def test_an_evaluation_without_engines_waits_for_the_next_one_and_not_for_ever() -> None:

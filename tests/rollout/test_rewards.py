@@ -79,12 +79,15 @@ def test_a_function_is_found_by_import_path() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exact_nmber", "built in are exact_number, math_verify, reasoning_gym"),
+        ("exact_nmber", "built-in ones .exact_number, math_verify, reasoning_gym"),
         ("no.such.module:f", "ModuleNotFoundError.*Built in are exact_number"),
         ("math:no_such", "no_such"),
         ("math:pi", "is a float, not a function"),
-        ("math:", "is no reward function"),
-        ("rl/my_rewards.py:score", r"names a file\. Name its module as Python imports it, my_rewards:score, and start"),
+        ("math:", "is not a reward function"),
+        (
+            "rl/my_rewards.py:score",
+            r"names a file\. Use the name by which Python imports it, my_rewards:score, and start",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_had_is_refused(name: str, message: str) -> None:
@@ -110,7 +113,7 @@ def test_long_responses_are_punished_from_the_buffer_on(tokens: int, expected: f
 
 @pytest.mark.parametrize(("budget", "buffer"), [(8, 0), (8, -1), (8, 9), (0, 0)])
 def test_a_buffer_that_does_not_fit_into_the_budget_is_refused(budget: int, buffer: int) -> None:
-    with pytest.raises(RewardError, match=f"buffer = {buffer} is to be a number of tokens from 1 to budget = {budget}"):
+    with pytest.raises(RewardError, match=f"buffer = {buffer} is not a number of tokens from 1 to budget = {budget}"):
         overlong(Response("x", 1), prompt="", answer=None, extra={}, budget=budget, buffer=buffer)
 
 
@@ -128,6 +131,6 @@ def test_numbers_of_any_kind_and_mappings_of_them_are_rewards() -> None:
 
 
 def test_a_worker_starts_with_the_standard_library_alone() -> None:
-    code = "import sys, tidemill.rollout.reward_worker; print({'numpy', 'pydantic', 'ray', 'torch'} & {*sys.modules})"
+    code = "import sys, tidemill.rollout.rewards; print({'numpy', 'pydantic', 'ray', 'torch'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert found.stdout.strip() == "set()"

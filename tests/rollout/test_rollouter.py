@@ -15,8 +15,7 @@ from tidemill.errors import DataError, EngineCrashedError, EngineError, RewardEr
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Completion, Int32Array, Prompt
-from tidemill.rollout import in_flight as flights
-from tidemill.rollout import rollouter as rollouter_module
+from tidemill.rollout.group_request import Timeouts
 from tidemill.rollout.rewards import Response
 
 pytestmark = pytest.mark.own_time
@@ -103,9 +102,9 @@ async def test_stop_abandons_what_is_in_flight_counts_it_and_closes_the_queue() 
     rig.ledger.check()
 
 
-async def test_what_was_sampled_of_groups_that_are_cancelled_is_waste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "ANSWER_TIMEOUT_S", 30.0)
-    rig = Rig(run_config(rollout={"max_new_tokens": 500}), engines=[FakeEngine(lengths=(500, 500))])
+async def test_what_was_sampled_of_groups_that_are_cancelled_is_waste() -> None:
+    config, engine = run_config(rollout={"max_new_tokens": 500}), FakeEngine(lengths=(500, 500))
+    rig = Rig(config, engines=[engine], timeouts=Timeouts(answer_s=30.0))
     run = asyncio.create_task(rig.rollouter.run())
     await settle(lambda: requests(rig).total() == 8)
     await rig.rollouter.stop()
@@ -413,13 +412,12 @@ async def test_the_watchdog_names_the_oldest_occurrences_when_nothing_finishes()
 # ---- the queue
 
 
-async def test_a_full_queue_holds_up_groups_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouter_module, "PUT_TIMEOUT_S", 0.05)
+async def test_a_full_queue_holds_up_groups_and_loses_none() -> None:
     config = run_config(queue={"capacity": 4}, asynchrony={"max_staleness": 5}, rollout={"group_timeout_s": 0.5})
-    rig = Rig(config)
+    rig = Rig(config, timeouts=Timeouts(put_s=0.05))
     run = asyncio.create_task(rig.rollouter.run())
-    flights_of_run = rig.rollouter._flights
-    await settle(lambda: sum(flight.stage == "delivering" for flight in flights_of_run.values()) == 16, 60)
+    in_flight = rig.rollouter._in_flight
+    await settle(lambda: sum(request.stage == "delivering" for request in in_flight.values()) == 16, 60)
     await asyncio.sleep(1.2)  # two group time-outs, many attempts: waiting for room is no failure
     stats = await rig.rollouter.stats()
     assert (stats["delivering"], stats["generating"], rig.queue.arrived) == (16, 0, 4)

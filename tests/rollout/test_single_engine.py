@@ -34,7 +34,7 @@ class Bench:
         evaluator = Evaluator(run_config(), held_out(), relay.pool, LengthReward(), decode)
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await relay.during(evaluator.evaluate(0), evaluator.suspects.explained)
+                return await relay.during(evaluator.evaluate(0), evaluator.crashes.take_quarantined)
         finally:
             await relay.end()
 

@@ -15,7 +15,7 @@ from rollout_rig import Rig, run_config
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Delivery
 from tidemill.records import Int32Array
-from tidemill.rollout import in_flight as flights
+from tidemill.rollout.group_request import TIMEOUTS, Timeouts
 from tidemill.rollout.staleness import StalenessPolicy
 
 pytestmark = pytest.mark.own_time
@@ -29,11 +29,11 @@ def heavy_tail(prompt_ids: Int32Array, version: int, sample: int) -> list[int]:
     return [1] * (60 if row % 4 == 3 else 2)
 
 
-def heavy_rig(strategy: str, bound: int = 1, steps: int = 12, **more: Any) -> Rig:
+def heavy_rig(strategy: str, bound: int = 1, steps: int = 12, timeouts: Timeouts = TIMEOUTS, **more: Any) -> Rig:
     config = run_config(
         asynchrony={"max_staleness": bound, "staleness_strategy": strategy}, trainer={"steps": steps}, **more
     )
-    return Rig(config, engines=[FakeEngine(script=heavy_tail) for _ in range(2)])
+    return Rig(config, engines=[FakeEngine(script=heavy_tail) for _ in range(2)], timeouts=timeouts)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -46,11 +46,8 @@ async def test_every_strategy_keeps_the_bound_and_trains_every_prompt_once(strat
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_every_token_that_was_sampled_is_trained_or_counted_as_waste(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flights, "ANSWER_TIMEOUT_S", 30.0)
-    rig = heavy_rig(strategy)
+async def test_every_token_that_was_sampled_is_trained_or_counted_as_waste(strategy: str) -> None:
+    rig = heavy_rig(strategy, timeouts=Timeouts(answer_s=30.0))
     await rig.run()
     sampled = sum([(await engine.stats())["generated_tokens"] for engine in rig.engines])
     wasted = (await rig.rollouter.stats()).get("wasted_tokens", 0)
@@ -156,7 +153,7 @@ async def test_mask_cancels_what_an_engine_without_newer_versions_has_once_all_o
     assert dropped == [0, 0 if fate == "stays" else held]
     async with asyncio.timeout(5):
         await leaving
-    assert set(rig.rollouter._kept) == ({"engine 1"} if fate == "set aside" else set())
+    assert set(rig.rollouter._fixed_versions) == ({"engine 1"} if fate == "set aside" else set())
     await rig.rollouter.stop()
     await run
 

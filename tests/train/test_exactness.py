@@ -20,8 +20,7 @@ from tidemill.config.run import RunConfig
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Group
-from tidemill.rollout.in_flight import group_seed
-from tidemill.rollout.producer import make_group
+from tidemill.rollout.group_request import group_seed, make_group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import micro_batches, step_denominator
 from tidemill.train.policy import PolicyRank

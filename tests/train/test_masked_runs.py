@@ -274,7 +274,7 @@ async def check_attempt(config: RunConfig, attempt: Attempt) -> None:
         rest = await rig.rollouter.stats()
         wasted = sum(m.get("rollout/wasted_tokens", 0) for m in reported) + rest.get("wasted_tokens", 0)
         taken = sum(m["response/trained_tokens"] + m["staleness/masked_tokens"] for m in reported)
-        left = sum(rig.rollouter._books._sampled.values())  # of groups in the queue of a run that was stopped
+        left = sum(rig.rollouter._accounting._sampled.values())  # of groups in the queue of a run that was stopped
         assert sum(engine._generated for engine in rig.engines) == taken + wasted + left
 
 

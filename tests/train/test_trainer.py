@@ -18,7 +18,7 @@ from tidemill.observe.meters import Timings
 from tidemill.observe.metrics import MetricsAggregator
 from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
 from tidemill.records import Completion, Group, Prompt, Rollout, VersionSpan
-from tidemill.rollout.producer import make_group
+from tidemill.rollout.group_request import make_group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
 

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tidemill.errors import EngineError, EngineLostError
 from tidemill.protocols import Engine
-from tidemill.rollout.activity import LoadMeter
+
+RESOLUTION_S = (
+    0.02  # changes of load that lie closer together become one, so that the report of a large run stays small
+)
+
+
+class LoadMeter:
+    """How many requests each engine has in flight, over time.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._changes: dict[str, list[tuple[float, int]]] = {}
+
+    def note(self, engine: str, requests: int) -> None:
+        """The engine has this many requests from now on."""
+        changes, now = self._changes.setdefault(engine, []), self._clock()
+        if changes and now - changes[-1][0] < RESOLUTION_S:
+            changes[-1] = (changes[-1][0], requests)
+        else:
+            changes.append((now, requests))
+
+    def take(self) -> dict[str, list[tuple[float, int]]]:
+        """The changes since the last report, by engine: time and number of requests; starts anew."""
+        changes, self._changes = self._changes, {}
+        return changes
 
 
 @dataclass(slots=True)

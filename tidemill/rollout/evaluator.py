@@ -1,4 +1,4 @@
-"""Greedy scoring of held-out prompts, pinned to one policy version."""
+"""Evaluation: greedy answers to the held-out prompts, all sampled from one policy version, and their mean reward."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tidemill.errors import (
 from tidemill.protocols import Answer, Evaluation, Sampling
 from tidemill.records import Completion, Prompt
 from tidemill.rollout.engine_pool import EnginePool
-from tidemill.rollout.failures import HeldOutSuspects
-from tidemill.rollout.in_flight import Decode, Scorer, abort_request
+from tidemill.rollout.failures import HeldOutCrashQuarantine
+from tidemill.rollout.group_request import TIMEOUTS, Decode, Scorer, Timeouts, abort_request
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rewards import Response
 
 Outcome = Answer | RewardError | EngineLostError | None
-"""Of a held-out prompt; None if engines died under it."""
-GivenUp = Callable[[int], bool]
-PRIORITY = -1  # before rollouts, since a weight sync may wait for the score
+"""Of a held-out prompt; None if its engine crashed and the prompt is to be generated later, or never."""
+StopRetrying = Callable[[int], bool]
+PRIORITY = -1  # before rollouts, since a weight sync may wait for the evaluation
 
 
 class Evaluator:
-    """Scores held-out prompts through the engines of the run, beside its training rollouts.
+    """Evaluates a version on held-out prompts, on the engines of the run, beside its training rollouts.
 
     Args:
         config: `rollout` and `evaluation`.
@@ -41,35 +41,42 @@ class Evaluator:
         engines: shared with the rollouter.
         rewards: the same functions as in training.
         decode: response tokens to text.
+        timeouts: of aborts.
 
     Attributes:
-        suspects: prompts that may kill their engine.
-        alone: one of them is being asked, and no group may start beside it.
+        crashes: counts engine crashes by held-out prompt.
+        exclusive: a prompt that may crash its engine is being generated, and no group may start beside it.
     """
 
     def __init__(
-        self, config: RunConfig, held_out: PromptSet | None, engines: EnginePool, rewards: Scorer, decode: Decode
+        self,
+        config: RunConfig,
+        held_out: PromptSet | None,
+        engines: EnginePool,
+        rewards: Scorer,
+        decode: Decode,
+        timeouts: Timeouts = TIMEOUTS,
     ) -> None:
         self._config, self._held_out, self._engines = config, held_out, engines
-        self._rewards, self._decode = rewards, decode
-        self._requests = itertools.count()
-        self.suspects = HeldOutSuspects(config.rollout.max_attempts)
-        self.alone = False
+        self._rewards, self._decode, self._timeouts = rewards, decode, timeouts
+        self._request_numbers = itertools.count()
+        self.crashes = HeldOutCrashQuarantine(config.rollout.max_attempts)
+        self.exclusive = False
 
     async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
         """One greedy answer a prompt, every token of it sampled from `version`.
 
+        A prompt that crashes one engine after the other is skipped, as `HeldOutCrashQuarantine` says.
+
         Args:
             version: of the engines, which must not change meanwhile.
-            engine: the one that answers; None takes all.
+            engine: name of the engine that answers; None uses all.
 
         Raises:
             ConfigError: there are no held-out prompts.
-            EngineLostError: the engine that was named is lost.
+            EngineLostError: the named engine is lost.
             EngineError: an engine keeps failing, or samples from another version.
             RewardError: no prompt could be scored.
-
-        A prompt that kills one engine after the other is skipped, see `HeldOutSuspects`.
         """
         held_out = self._held_out
         if held_out is None:
@@ -79,40 +86,50 @@ class Evaluator:
         fitting = [prompt for prompt in prompts if not held_out.too_long(prompt)]
         if not fitting:
             raise RunError(f"all {len(prompts)} held-out prompts exceed data.max_prompt_tokens; raise it")
-        outcomes = await self._ask_all(fitting, version, engine)
+        outcomes = await self._outcomes(fitting, version, engine)
         answers = [outcome for outcome in outcomes if isinstance(outcome, Answer)]
-        skipped = Counter(reason_of(outcome) for outcome in outcomes if not isinstance(outcome, Answer))
+        skipped = Counter(skip_reason(outcome) for outcome in outcomes if not isinstance(outcome, Answer))
         if not answers:
-            raise nothing_scored(outcomes)
+            raise no_answer_error(outcomes)
         skipped["too_long"] = len(prompts) - len(fitting)
         score = sum(answer.reward for answer in answers) / len(answers)
         return Evaluation(version, score, tuple(answers), {name: n for name, n in skipped.items() if n})
 
-    async def _ask_all(self, prompts: Sequence[Prompt], version: int, engine: str | None) -> list[Outcome]:
-        """Ask side by side; whenever engines have died under a prompt, first see about that one.
+    async def _outcomes(self, prompts: Sequence[Prompt], version: int, engine: str | None) -> list[Outcome]:
+        """Answer concurrently; after engine crashes, first generate the prompts that must run alone.
 
         Raises:
-            EngineLostError: the engine that was named is lost.
-            EngineError: too many prompts kill their engine.
+            EngineLostError: the named engine is lost.
+            EngineError: too many prompts crash their engine.
         """
-        self.suspects.check()
+        self.crashes.check()
         outcomes: dict[int, Outcome] = {}
-        while left := [p for p in prompts if outcomes.get(p.row) is None and not self.suspects.condemned(p.row)]:
-            for prompt in filter(lambda prompt: self.suspects.suspected(prompt.row), left):
-                outcomes[prompt.row] = await self._alone(prompt, version, engine)
-            others = [prompt for prompt in left if not self.suspects.suspected(prompt.row)]
-            outcomes |= await self._side_by_side(others, version, engine)
+        while left := [p for p in prompts if outcomes.get(p.row) is None and not self.crashes.quarantined(p.row)]:
+            for prompt in filter(lambda prompt: self.crashes.must_run_alone(prompt.row), left):
+                outcomes[prompt.row] = await self._answer_alone(prompt, version, engine)
+            others = [prompt for prompt in left if not self.crashes.must_run_alone(prompt.row)]
+            outcomes |= await self._answer_concurrently(others, version, engine)
         return [outcomes.get(prompt.row) for prompt in prompts]
 
-    async def _side_by_side(self, prompts: Sequence[Prompt], version: int, engine: str | None) -> dict[int, Outcome]:
-        """Outcomes by row, as far as they come before there is a suspect.
+    async def _answer_concurrently(
+        self, prompts: Sequence[Prompt], version: int, engine: str | None
+    ) -> dict[int, Outcome]:
+        """Outcomes by row; once a prompt must run alone, no further request starts and the rest are None.
 
         Raises:
-            EngineLostError: the engine that was named is lost.
+            EngineLostError: the named engine is lost.
         """
-        width = self._config.rollout.concurrent_samples_per_replica
-        slots = asyncio.Semaphore(width * (1 if engine else max(1, len(self._engines))))
-        tasks = [asyncio.create_task(self._in_turn(prompt, version, engine, slots)) for prompt in prompts]
+        per_engine = self._config.rollout.concurrent_samples_per_replica
+        slots = asyncio.Semaphore(per_engine * (1 if engine else max(1, len(self._engines))))
+
+        async def answer(prompt: Prompt) -> Outcome:
+            async with slots:
+                try:
+                    return await self._answer(prompt, version, engine, lambda row: self.crashes.pending)
+                except EngineLostError as error:
+                    return error  # the other requests of the engine still have to report its crash
+
+        tasks = [asyncio.create_task(answer(prompt)) for prompt in prompts]
         try:
             outcomes = await asyncio.gather(*tasks)
         finally:
@@ -123,31 +140,25 @@ class Evaluator:
                 raise outcome
         return {prompt.row: outcome for prompt, outcome in zip(prompts, outcomes, strict=True)}
 
-    async def _in_turn(self, prompt: Prompt, version: int, engine: str | None, slots: asyncio.Semaphore) -> Outcome:
-        """Ask beside others. The loss of a named engine is returned, so that all whom it hits are heard."""
-        async with slots:
-            try:
-                return await self._answer(prompt, version, engine, lambda row: self.suspects.waiting)
-            except EngineLostError as error:
-                return error
+    async def _answer_alone(self, prompt: Prompt, version: int, engine: str | None) -> Outcome:
+        """Answer one prompt with no other request on its engine.
 
-    async def _alone(self, prompt: Prompt, version: int, engine: str | None) -> Outcome:
-        """Ask with nothing beside it: no group starts meanwhile, except on other engines than the named one.
+        No group starts meanwhile, unless the engine is a named one: that gets no groups anyway.
 
         Raises:
-            EngineError: too many prompts kill their engine.
+            EngineError: too many prompts crash their engine.
         """
-        self.alone = engine is None
+        self.exclusive = engine is None
         try:
             await self._engines.quiet(engine, self._config.rollout.group_timeout_s)
-            outcome = await self._answer(prompt, version, engine, self.suspects.condemned)
+            outcome = await self._answer(prompt, version, engine, self.crashes.quarantined)
         finally:
-            self.alone = False
-        self.suspects.check()
+            self.exclusive = False
+        self.crashes.check()
         return outcome
 
-    async def _answer(self, prompt: Prompt, version: int, engine: str | None, given_up: GivenUp) -> Outcome:
-        completion = await self._persist(prompt, engine, given_up)
+    async def _answer(self, prompt: Prompt, version: int, engine: str | None, stop: StopRetrying) -> Outcome:
+        completion = await self._complete(prompt, engine, stop)
         if completion is None:
             return None
         check_version(prompt, completion, version)
@@ -158,14 +169,14 @@ class Evaluator:
             return error
         return Answer(prompt.text, text, prompt.answer, reward)
 
-    async def _persist(self, prompt: Prompt, engine: str | None, given_up: GivenUp) -> Completion | None:
-        """Generate, again after a failure, `rollout.max_attempts` times in all; a lost engine counts as none.
+    async def _complete(self, prompt: Prompt, engine: str | None, stop: StopRetrying) -> Completion | None:
+        """Generate, with up to `rollout.max_attempts` attempts; the loss of an engine does not count as one.
 
         Returns:
-            None for a row that is given up, because engines died under it.
+            None once `stop(row)` holds, because engines crashed.
         """
         attempt = 1
-        while not given_up(prompt.row):
+        while not stop(prompt.row):
             try:
                 return await self._generate(prompt, engine)
             except EngineLostError:
@@ -182,42 +193,40 @@ class Evaluator:
         return None
 
     async def _generate(self, prompt: Prompt, engine: str | None) -> Completion:
-        request_id = f"evaluation-{prompt.row}.{next(self._requests)}"
+        rollout = self._config.rollout
+        sampling = Sampling(1, rollout.max_new_tokens, temperature=0.0, stop=tuple(rollout.stop), priority=PRIORITY)
+        request_id = f"evaluation-{prompt.row}.{next(self._request_numbers)}"
         with self._engines.lease(engine, held_out=True) as seat:
             try:
-                async with asyncio.timeout(self._config.rollout.group_timeout_s):
-                    [completion] = await seat.engine.generate(request_id, prompt.token_ids, self._sampling())
+                async with asyncio.timeout(rollout.group_timeout_s):
+                    [completion] = await seat.engine.generate(request_id, prompt.token_ids, sampling)
             except EngineCrashedError:
-                self.suspects.crashed(prompt.row, seat.name)
+                self.crashes.crashed(prompt.row, seat.name)
                 raise
             except (TimeoutError, asyncio.CancelledError):
-                await abort_request(seat.engine, request_id)
+                await abort_request(seat.engine, request_id, self._timeouts.abort_s)
                 raise
             if completion.finish_reason == "abort":
                 raise EngineError(f"the engine aborted held-out prompt {prompt.row}")
-            self.suspects.answered(prompt.row)
+            self.crashes.answered(prompt.row)
             return completion
 
-    def _sampling(self) -> Sampling:
-        rollout = self._config.rollout
-        return Sampling(1, rollout.max_new_tokens, temperature=0.0, stop=tuple(rollout.stop), priority=PRIORITY)
 
-
-def reason_of(outcome: Outcome) -> str:
+def skip_reason(outcome: Outcome) -> str:
     """Why a prompt has no answer."""
     if isinstance(outcome, RewardError):
         return "reward_timeout" if isinstance(outcome, RewardTimeoutError) else "reward_error"
     return "kills_engine"
 
 
-def nothing_scored(outcomes: Sequence[Outcome]) -> TidemillError:
-    """What to say where no prompt has an answer."""
+def no_answer_error(outcomes: Sequence[Outcome]) -> TidemillError:
+    """The error of an evaluation in which no prompt has an answer."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
-    return errors[-1] if errors else EngineError(f"all {len(outcomes)} held-out prompts kill their engine")
+    return errors[-1] if errors else EngineError(f"all {len(outcomes)} held-out prompts crash their engine")
 
 
 def check_version(prompt: Prompt, completion: Completion, version: int) -> None:
-    """Refuse an answer that is not entirely of `version`."""
+    """Refuse an answer with a token of another version than `version`."""
     found = sorted({span.version for span in completion.versions} - {version})
     if found:
         raise EngineError(

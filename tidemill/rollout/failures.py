@@ -1,4 +1,4 @@
-"""When failures are the run's fault and not a prompt's: streaks of them, and a run in which nothing finishes."""
+"""Failures that end the run, or quarantine a prompt because it crashes engines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tidemill.errors import DataError, EngineError, RewardError, RunError, TidemillError
-from tidemill.rollout.activity import Clock
-from tidemill.rollout.in_flight import Flight
+from tidemill.rollout.group_request import Clock, GroupRequest, RequestFailed
 from tidemill.rollout.ledger import Ledger
 
 LOG = logging.getLogger(__name__)
@@ -16,31 +15,23 @@ LOG = logging.getLogger(__name__)
 LOSSES = 3  # engines of one place, one after the other, that finish nothing
 LOSSES_WITHIN_S = 3600.0
 FIRST_FAILURES = 8  # distinct prompts in a row
-LATER_FAILURES = 32  # of a reward that has worked before: a few bad prompts may stand together
+LATER_FAILURES = 32  # of a reward that has worked before: a few bad prompts may follow each other
 NAMED = 5  # occurrences that a message names
-BLAMED: dict[str, type[TidemillError]] = {
+ERROR_OF_REASON: dict[str, type[TidemillError]] = {
     "engine_error": EngineError,
     "reward_error": RewardError,
     "reward_timeout": RewardError,
 }
 
 
-class FlightFailure(Exception):
-    """An attempt at a group failed for `reason`; the cause, if any, is chained. Never leaves the rollouter."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
-
-
 class FailureStreak:
-    """Ends a run whose reward or whose engines do not work (any more), instead of quarantining every prompt.
+    """Ends a run whose reward or engines do not work, instead of quarantining every prompt.
 
     Args:
         total: occurrences in the stream, None if unlimited; a short stream fails sooner.
-        concurrent: groups that engines run at once; so many may fail together when one engine dies, while the
-            others are well.
-        rows: of the data; as many prompts in a row that are too long are all there are.
+        concurrent: groups that all engines run at once. This many may fail together when one engine dies while the
+            others work.
+        rows: of the data; this many too long prompts in a row are all prompts.
     """
 
     def __init__(self, total: int | None, concurrent: int, rows: int) -> None:
@@ -54,18 +45,18 @@ class FailureStreak:
         self._failed[EngineError].clear()
 
     def rewarded(self) -> None:
-        """A group has been scored: the reward works, so that what fails next may be its prompt's fault."""
+        """A group has been scored, so the reward works; the next failure may be its prompt's fault."""
         self._rewarded = True
         self._failed[RewardError].clear()
 
-    def failed(self, uid: int, failure: FlightFailure) -> None:
+    def failed(self, uid: int, failure: RequestFailed) -> None:
         """Count a failure.
 
         Raises:
             EngineError: the engines fail for one prompt after the other.
             RewardError: the reward does.
         """
-        kind = BLAMED.get(failure.reason)
+        kind = ERROR_OF_REASON.get(failure.reason)
         if kind is None:
             return
         uids = self._failed[kind]
@@ -87,93 +78,91 @@ class FailureStreak:
         """A prompt has more than `limit` tokens.
 
         Raises:
-            DataError: all have.
+            DataError: all prompts have.
         """
         self._too_long += 1
         if self._too_long >= self._rows:
             raise DataError(f"every prompt is longer than data.max_prompt_tokens = {limit}; raise it")
 
 
-class Suspects:
-    """Finds the prompt that kills its engine among those that were in flight beside it.
+class CrashQuarantine:
+    """Finds the prompt that crashes its engine among the prompts that the engine generated at the same time.
 
-    Whatever an engine was generating when it crashed is suspect, and cleared when another one finishes it. Nothing is
-    blamed for one crash. What has been there at all crashes but one of those that condemn is generated alone, so that
-    the last one condemns one prompt and not its neighbours. An engine that was lost with its pod or machine did not
-    crash, or prompts that take long would be set aside where pods are often evicted.
+    The ledger counts, for every occurrence, the engine crashes in a row during its generation. One crash proves
+    nothing. An occurrence that one more crash would quarantine is generated alone, so that its neighbours are not
+    quarantined with it. The loss of a pod or machine is not a crash: otherwise prompts that take long would be
+    quarantined where pods are often evicted.
 
     Args:
-        ledger: counts the crashes under every occurrence, over restarts too.
-        max_attempts: `rollout.max_attempts`, see `condemning`.
+        ledger: counts the crashes of every occurrence, over restarts too.
+        max_attempts: `rollout.max_attempts`; bounds the crashes as `crash_limit` says.
     """
 
     def __init__(self, ledger: Ledger, max_attempts: int) -> None:
-        self._ledger, self.max_crashes = ledger, condemning(max_attempts)
-        self._explained: Counter[str] = Counter()
-        self._condemned: list[int] = []
+        self._ledger, self.max_crashes = ledger, crash_limit(max_attempts)
+        self._quarantined_by: Counter[str] = Counter()
+        self._in_a_row: list[int] = []
 
-    def must_wait(self, uid: int, flights: Iterable[Flight]) -> bool:
-        """Whether an occurrence may not start beside these."""
-        others = [flight.uid for flight in flights if flight.stage == "generating"]
-        return bool(others) and any(map(self._suspected, [uid, *others]))
+    def must_wait(self, uid: int, in_flight: Iterable[GroupRequest]) -> bool:
+        """Whether an occurrence may not start beside these requests."""
+        others = [request.uid for request in in_flight if request.stage == "generating"]
+        return bool(others) and any(map(self._must_run_alone, [uid, *others]))
 
     def generated(self) -> None:
         """An engine has returned a group."""
-        self._condemned.clear()
+        self._in_a_row.clear()
 
     def crashed(self, uid: int, engine: str) -> bool:
-        """The engine died while it generated an occurrence. Returns whether that is to blame and set aside.
+        """The engine crashed while it generated an occurrence. Returns whether the occurrence is quarantined for it.
 
         Raises:
-            EngineError: one prompt after the other is to blame, so that it is not the prompts.
+            EngineError: so many occurrences in a row are quarantined that the prompts cannot be the cause.
         """
         if not self._ledger.crashed(uid, self.max_crashes):
             return False
-        self._explained[engine] += 1
-        self._condemned.append(uid)
-        if len(self._condemned) >= LOSSES:
+        self._quarantined_by[engine] += 1
+        self._in_a_row.append(uid)
+        if len(self._in_a_row) >= LOSSES:
             raise EngineError(
-                f"{LOSSES} prompts in a row, occurrences {self._condemned}, killed {self.max_crashes} engines each, "
-                f"the last one {engine}, and nothing else was finished in between. The notices of this run and the "
-                "engines' logs say what they died of."
+                f"{LOSSES} prompts in a row, occurrences {self._in_a_row}, crashed {self.max_crashes} engines each, "
+                f"the last one {engine}, and no other prompt was finished in between. Read the causes in the notices "
+                "of this run and in the engines' logs."
             )
         return True
 
-    def explained(self, engine: str) -> int:
-        """How many prompts were set aside for the death of this engine; asked once."""
-        return self._explained.pop(engine, 0)
+    def take_quarantined(self, engine: str) -> int:
+        """How many prompts were quarantined for the crash of this engine, since the last call."""
+        return self._quarantined_by.pop(engine, 0)
 
-    def _suspected(self, uid: int) -> bool:
+    def _must_run_alone(self, uid: int) -> bool:
         return self._ledger.crashes(uid) >= self.max_crashes - 1
 
 
-class HeldOutSuspects:
-    """`Suspects` among the held-out prompts, which are asked again for every version.
+class HeldOutCrashQuarantine:
+    """`CrashQuarantine` for the held-out prompts, which are generated again for every evaluation.
 
-    A suspect is asked while no engine has anything else, so that one more crash condemns it. What is condemned is not
-    asked again in this process.
+    A prompt that one more crash would quarantine is generated while no engine has another request. A quarantined
+    prompt is left out of all evaluations of this process.
 
     Args:
         max_attempts: `rollout.max_attempts`.
     """
 
     def __init__(self, max_attempts: int) -> None:
-        self.max_crashes = condemning(max_attempts)
+        self.max_crashes = crash_limit(max_attempts)
         self._crashes: Counter[int] = Counter()
-        self._explained: Counter[str] = Counter()
+        self._quarantined_by: Counter[str] = Counter()
         self._answered = False
 
-    def suspected(self, row: int) -> bool:
-        """Whether a prompt is to be asked alone."""
+    def must_run_alone(self, row: int) -> bool:
         return self._crashes[row] >= self.max_crashes - 1
 
     @property
-    def waiting(self) -> bool:
-        """Whether there is a suspect that is not condemned."""
-        return any(self.suspected(row) and not self.condemned(row) for row in list(self._crashes))
+    def pending(self) -> bool:
+        """Whether a prompt must run alone and is not quarantined."""
+        return any(self.must_run_alone(row) and not self.quarantined(row) for row in list(self._crashes))
 
-    def condemned(self, row: int) -> bool:
-        """Whether a prompt is set aside."""
+    def quarantined(self, row: int) -> bool:
         return self._crashes[row] >= self.max_crashes
 
     def answered(self, row: int) -> None:
@@ -182,44 +171,44 @@ class HeldOutSuspects:
         del self._crashes[row]
 
     def crashed(self, row: int, engine: str) -> None:
-        """The engine died while it answered a prompt."""
+        """The engine crashed while it answered a prompt."""
         self._crashes[row] += 1
-        if self.condemned(row):
-            self._explained[engine] += 1
+        if self.quarantined(row):
+            self._quarantined_by[engine] += 1
             LOG.warning(
-                "held-out prompt %d skipped: %d engines died while they answered it, the last one, %s, with nothing "
-                "beside it",
+                "held-out prompt %d skipped: %d engines crashed while they answered it; the last one, %s, had no other "
+                "request",
                 *(row, self.max_crashes, engine),
             )
 
     def check(self) -> None:
-        """See that it is some prompts and not the engines.
+        """Make sure that the quarantined prompts are few enough to be the cause of the crashes.
 
         Raises:
-            EngineError: one prompt after the other is to blame.
+            EngineError: they are too many.
         """
-        condemned = sorted(filter(self.condemned, self._crashes))
-        if len(condemned) >= (FIRST_FAILURES if self._answered else LOSSES):
+        quarantined = sorted(filter(self.quarantined, self._crashes))
+        if len(quarantined) >= (FIRST_FAILURES if self._answered else LOSSES):
             raise EngineError(
-                f"{len(condemned)} held-out prompts, rows {condemned}, killed {self.max_crashes} engines each: so "
-                f"many are hardly the prompts' fault. The engines' logs say what they died of."
+                f"{len(quarantined)} held-out prompts, rows {quarantined}, crashed {self.max_crashes} engines each. So "
+                "many prompts are hardly the cause; read it in the engines' logs."
             )
 
-    def explained(self, engine: str) -> int:
-        """How many prompts were set aside for the death of this engine; asked once."""
-        return self._explained.pop(engine, 0)
+    def take_quarantined(self, engine: str) -> int:
+        """How many prompts were quarantined for the crash of this engine, since the last call."""
+        return self._quarantined_by.pop(engine, 0)
 
 
-def condemning(max_attempts: int) -> int:
-    """Crashes that condemn a prompt: at least two, and no more than a `CrashLoop` allows."""
+def crash_limit(max_attempts: int) -> int:
+    """Crashes that quarantine a prompt: at least two, and no more than a `CrashLoop` allows."""
     return min(max(2, max_attempts), LOSSES)
 
 
 class CrashLoop:
-    """Tells engines that die for ever from one that has died.
+    """Distinguishes a place whose engines keep dying from one whose engine died once.
 
     A *place* is that of an engine and of all that replace it. Its engines must not die `LOSSES` times within
-    `LOSSES_WITHIN_S` without any of them finishing a request. What other places do does not excuse it.
+    `LOSSES_WITHIN_S` without any of them finishing a request. Requests finished at other places do not count.
 
     Args:
         clock: monotonic seconds.
@@ -227,25 +216,25 @@ class CrashLoop:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._barren: dict[str, list[float]] = {}
+        self._losses: dict[str, list[float]] = {}
 
     def lost(self, place: str, finished: int) -> int:
-        """Count the loss of an engine that had finished so many requests.
+        """Count the loss of an engine that had finished this many requests.
 
         Returns:
-            How many have been lost there without finishing anything, lately and in a row.
+            Number of recent losses in a row at this place without a finished request.
         """
         now = self._clock()
-        recent = [] if finished else [at for at in self._barren.get(place, []) if now - at < LOSSES_WITHIN_S] + [now]
-        self._barren[place] = recent
+        recent = [] if finished else [at for at in self._losses.get(place, []) if now - at < LOSSES_WITHIN_S] + [now]
+        self._losses[place] = recent
         return len(recent)
 
 
 class Watchdog:
-    """Ends a run in which groups are running and none finishes.
+    """Ends a run in which groups are in flight and none finishes.
 
     Args:
-        group_timeout_s: of one group; twice as long without a finished one is too long.
+        group_timeout_s: of one group; the run ends after twice this time without a finished group.
         clock: monotonic seconds.
     """
 
@@ -257,18 +246,18 @@ class Watchdog:
         """A group was finished."""
         self._progress_at = self._clock()
 
-    def look(self, flights: Iterable[Flight]) -> None:
-        """Check; groups that only wait for room in the queue are finished.
+    def check(self, in_flight: Iterable[GroupRequest]) -> None:
+        """Check the time since the last finished group. A group that only waits for room in the queue is finished.
 
         Raises:
             RunError: naming the occurrences that run longest.
         """
-        running = sorted((f for f in flights if f.stage != "delivering"), key=lambda flight: flight.number)
+        running = sorted((r for r in in_flight if r.stage != "delivering"), key=lambda request: request.number)
         if not running:
             self.progress()
         elif self._clock() - self._progress_at > self._limit:
             raise RunError(
                 f"no group finished for {self._limit:g} s while {len(running)} were running; the oldest are "
-                f"occurrences {[flight.uid for flight in running[:NAMED]]}. Look at the engines' logs; if they are "
-                f"only slow, raise rollout.group_timeout_s = {self._limit / 2:g}."
+                f"occurrences {[request.uid for request in running[:NAMED]]}. Look at the engines' logs; if they "
+                f"are only slow, raise rollout.group_timeout_s = {self._limit / 2:g}."
             )

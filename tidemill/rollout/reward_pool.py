@@ -1,7 +1,7 @@
-"""RewardPool: reward functions run in worker processes, under a deadline that kills.
+"""RewardPool: reward functions in worker processes, under a deadline.
 
-A reward may loop for ever, crash the interpreter or hold the interpreter lock for minutes; none of that may touch
-generation. So every call runs in a process of its own kind: one that takes too long is killed and replaced.
+A reward may loop for ever, crash the interpreter or hold the interpreter lock for minutes; none of that may disturb
+generation. So every call runs in a worker process, which is killed and replaced when the call takes too long.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from tidemill.config.data import RewardConfig
 from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Prompt
-from tidemill.rollout import reward_worker
-from tidemill.rollout.prompts import columns_of
+from tidemill.rollout import rewards as worker
 from tidemill.rollout.rewards import Response
 
 START_TIMEOUT_S = 180.0
@@ -31,14 +31,14 @@ Score = tuple[float, dict[str, float]]
 class RewardPool:
     """Scores groups with a weighted sum of reward functions.
 
-    `timeout_s` of a function bounds one call, which scores all responses of one group. It counts from the moment a
-    worker takes the call; the start of a worker and the wait for a free one are not charged to the reward.
+    `timeout_s` of a function bounds one call, which scores all responses of one group. The time counts from the moment
+    a worker takes the call, without the start of a worker or the wait for a free one.
 
     Args:
-        rewards: the functions; the part of each is reported under its function's name without the module, a second
-            of the same name as `name-2`.
-        workers: processes.
-        search_path: folders where workers look for modules first; None is the present working directory.
+        rewards: the functions; each value is reported under the function's name without the module, the second one of
+            the same name as `name-2`.
+        workers: number of processes.
+        search_path: folders where workers look for modules first; None is the current working directory.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class RewardPool:
         Raises:
             RewardError: a function cannot be imported, or the workers do not start.
         """
-        future = asyncio.wrap_future(self._active().schedule(reward_worker.check, args=(self._functions(),)))
+        future = asyncio.wrap_future(self._active().schedule(worker.import_error, args=(self._functions(),)))
         try:
             message = await asyncio.wait_for(future, START_TIMEOUT_S)
         except TimeoutError as error:
             raise RewardError(
-                f"reward workers did not start within {START_TIMEOUT_S:g} s; does the module of one of "
-                f"{self._functions()} wait for something at import?"
+                f"reward workers did not start within {START_TIMEOUT_S:g} s; check whether the module of one of "
+                f"{self._functions()} blocks at import"
             ) from error
         except (BrokenProcessPool, ProcessExpired) as error:
             raise RewardError(f"a reward worker died while it imported {self._functions()}: {error}") from error
@@ -74,17 +74,18 @@ class RewardPool:
 
         Raises:
             RewardTimeoutError: a function took longer than its `timeout_s`.
-            RewardError: a function raised, with its traceback; or broke its contract; or its worker died.
+            RewardError: a function raised (the message has its traceback), returned a wrong type, or killed its
+                worker.
         """
         calls = [self._call(label, reward, prompt, responses) for label, reward in self._rewards]
         per_function = await asyncio.gather(*calls)
-        return [self._weigh(parts) for parts in zip(*per_function, strict=True)]
+        return [self._weighted_sum(parts) for parts in zip(*per_function, strict=True)]
 
     async def close(self) -> None:
-        """Stop the workers, whatever they do.
+        """Stop the workers, also those that are busy.
 
         Raises:
-            RewardError: they are still there after a deadline.
+            RewardError: they still run after `CLOSE_TIMEOUT_S`.
         """
         self._closed = True
         self._pool.stop()
@@ -96,10 +97,10 @@ class RewardPool:
     async def _call(
         self, label: str, reward: RewardConfig, prompt: Prompt, responses: Sequence[Response]
     ) -> tuple[Mapping[str, float], ...]:
-        call = reward_worker.Call(reward.function, label, reward.options, columns_of(prompt), tuple(responses))
-        future = self._active().schedule(reward_worker.score, args=(call,), timeout=reward.timeout_s)
+        call = worker.Call(reward.function, label, reward.options, columns_of(prompt), tuple(responses))
+        future = self._active().schedule(worker.apply, args=(call,), timeout=reward.timeout_s)
         try:
-            outcome: reward_worker.Outcome = await asyncio.wrap_future(future)
+            outcome: worker.Outcome = await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise RewardTimeoutError(
                 f"reward {reward.function!r} timed out: more than {reward.timeout_s:g} s for {len(responses)} "
@@ -111,7 +112,7 @@ class RewardPool:
             raise RewardError(f"reward {reward.function!r} failed on prompt {prompt.uid}:\n{outcome.error}")
         return outcome.parts
 
-    def _weigh(self, parts: Sequence[Mapping[str, float]]) -> Score:
+    def _weighted_sum(self, parts: Sequence[Mapping[str, float]]) -> Score:
         weights = [reward.weight for _, reward in self._rewards]
         total = sum(weight * sum(part.values()) for weight, part in zip(weights, parts, strict=True))
         return total, {name: value for part in parts for name, value in part.items()}
@@ -120,7 +121,7 @@ class RewardPool:
         return [reward.function for _, reward in self._rewards]
 
     def _active(self) -> ProcessPool:
-        """The pool; a new one if it broke, which happens when an idle worker is killed from outside."""
+        """The pool, or a new one if it broke, which happens when an idle worker is killed from outside."""
         if self._closed:
             raise RewardError("the reward pool is closed")
         if not self._pool.active:
@@ -131,14 +132,14 @@ class RewardPool:
     def _new_pool(self) -> ProcessPool:
         return ProcessPool(
             max_workers=self._workers,
-            initializer=reward_worker.prepare,
+            initializer=worker.prepare_worker,
             initargs=(self._search_path, self._functions()),
             context=multiprocessing.get_context("spawn"),
         )
 
 
 def labels(rewards: Sequence[RewardConfig]) -> list[str]:
-    """A unique short name for every function: what stands behind the colon, numbered from the second on."""
+    """A unique short name for every function: the part after the colon, with a number from the second use on."""
     seen: Counter[str] = Counter()
     names = []
     for reward in rewards:
@@ -146,3 +147,8 @@ def labels(rewards: Sequence[RewardConfig]) -> list[str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names
+
+
+def columns_of(prompt: Prompt) -> Mapping[str, Any]:
+    """The columns of a prompt that a reward function gets."""
+    return {"prompt": prompt.text, "answer": prompt.answer, "extra": dict(prompt.extra)}

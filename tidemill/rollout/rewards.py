@@ -1,12 +1,12 @@
-"""Reward functions: the built-in ones, and how any other is found.
+"""Reward functions: the built-in ones, how any other is found, and how a worker process applies them.
 
 A reward function has the signature
 
     def reward(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any], **options)
         -> float | Mapping[str, float]
 
-`response` is a `Response`, which also says how many tokens it has, `prompt` is what the user asked, `answer` the
-reference answer, `extra` the row's other columns, `options` come from the config. A mapping reports parts under their
+`response` is a `Response`, which also says how many tokens it has; `prompt` is the user's question, `answer` the
+reference answer, `extra` the row's other columns; `options` come from the config. A mapping reports parts under their
 own names; the value of the function is then their sum.
 
 Reward worker processes import this module, so it needs the standard library only.
@@ -14,11 +14,19 @@ Reward worker processes import this module, so it needs the standard library onl
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import math
+import multiprocessing
+import os
 import re
+import sys
+import threading
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, Self
@@ -28,7 +36,7 @@ from tidemill.errors import RewardError
 Reward = Callable[..., "float | Mapping[str, float]"]
 
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-PART_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what a metric's name may hold everywhere
+PART_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # allowed in a metric's name by every tracker
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -36,19 +44,21 @@ class Response(str):
     """The text of a response, as reward functions get it.
 
     Attributes:
-        tokens: how many were sampled for it, that which ends it included.
+        tokens: how many were sampled for it, the end token included.
     """
 
     tokens: int
 
     def __new__(cls, text: str, tokens: int) -> Self:
-        """A response of so many tokens."""
         response = super().__new__(cls, text)
         response.tokens = tokens
         return response
 
-    def __reduce__(self) -> tuple[type[Response], tuple[str, int]]:  # on its way to the worker
+    def __reduce__(self) -> tuple[type[Response], tuple[str, int]]:  # pickled for the worker
         return type(self), (str(self), self.tokens)
+
+
+# ---- the built-in functions
 
 
 def exact_number(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
@@ -61,10 +71,10 @@ def exact_number(response: str, *, prompt: str, answer: str | None, extra: Mappi
 
 
 def math_verify(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
-    """1 if the response is mathematically equal to the answer, LaTeX or plain, as the library math-verify sees it.
+    """1 if the library math-verify finds the response equal to the answer, both in LaTeX or plain text.
 
-    Its own time-outs use `signal.alarm`, which works in a main thread only; they are off, because the reward pool
-    kills a call that takes too long.
+    The library's own time-outs use `signal.alarm`, which works in a main thread only; they are off, because the reward
+    pool kills a call that takes too long.
     """
     del prompt, extra
     library = import_library("math_verify", "math-verify")
@@ -78,7 +88,7 @@ def math_verify(response: str, *, prompt: str, answer: str | None, extra: Mappin
 def reasoning_gym(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
     """Score of the row's own task, for rows of `reasoning_gym://TASK`.
 
-    The last `<answer>...</answer>` of the response is scored if there is one, else the whole response.
+    The last `<answer>...</answer>` of the response is scored; without one, the whole response.
     """
     del prompt, answer
     if "entry" not in extra:
@@ -101,12 +111,12 @@ def overlong(
 ) -> float:
     """Soft punishment of long responses: 0 up to `budget - buffer` tokens, from there linear to `-penalty` at `budget`.
 
-    Yu et al. 2025 (DAPO, arXiv:2503.14476), equation 13; beyond `budget`, which `rollout.max_new_tokens` may allow, it
-    grows on, as in verl.
+    Yu et al. 2025 (DAPO, arXiv:2503.14476), equation 13. Beyond `budget`, which `rollout.max_new_tokens` may allow, the
+    punishment keeps growing, as in verl.
     """
     del prompt, answer, extra
     if not 0 < buffer <= budget:
-        raise RewardError(f"overlong: buffer = {buffer} is to be a number of tokens from 1 to budget = {budget}")
+        raise RewardError(f"overlong: buffer = {buffer} is not a number of tokens from 1 to budget = {budget}")
     return min(0.0, penalty * (budget - buffer - response.tokens) / buffer)
 
 
@@ -126,7 +136,6 @@ def first_number(text: str) -> Decimal | None:
 
 
 def required(answer: str | None, function: str) -> str:
-    """The answer, which this function cannot do without."""
     if answer is None:
         raise RewardError(f"{function}: the row has no reference answer; set data.answer_key to its column")
     return answer
@@ -134,10 +143,13 @@ def required(answer: str | None, function: str) -> str:
 
 @lru_cache
 def task_scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """The scoring function of a reasoning-gym task; making one builds a data set, hence the cache."""
+    """The scoring function of a reasoning-gym task; cached, because its construction builds a data set."""
     scorer: Callable[[str, Mapping[str, Any]], float]
     scorer = import_library("reasoning_gym", "reasoning-gym").get_score_answer_fn(task)
     return scorer
+
+
+# ---- how a function is found
 
 
 def resolve(name: str) -> Reward:
@@ -156,13 +168,14 @@ def resolve(name: str) -> Reward:
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
         raise RewardError(
-            f"{name!r} is no reward function: built in are {built_in_names()}; or package.module:function"
+            f"{name!r} is not a reward function. Allowed are the built-in ones ({', '.join(BUILT_IN)}) and "
+            "package.module:function."
         )
     if module_name.endswith(".py"):
         module = module_name.removesuffix(".py").rpartition("/")[2]
         raise RewardError(
-            f"reward {name!r} names a file. Name its module as Python imports it, {module}:{path}, and start where the "
-            "file stands."
+            f"reward {name!r} names a file. Use the name by which Python imports it, {module}:{path}, and start the "
+            "run in the file's folder."
         )
     found: Any = import_module(module_name, name)
     for attribute in path.split("."):
@@ -177,13 +190,13 @@ def resolve(name: str) -> Reward:
 
 
 def import_module(module_name: str, name: str) -> Any:
-    """The module of an import path; whatever it raises is the user's to see, hence the broad except."""
+    """The module of an import path. A user's module may raise any exception, hence the broad except."""
     try:
         return importlib.import_module(module_name)
     except Exception as error:
         raise RewardError(
-            f"reward {name!r} cannot be imported: {type(error).__name__}: {error}. Built in are {built_in_names()}; "
-            "a module of your own must stand in the working directory or be installed."
+            f"reward {name!r} cannot be imported: {type(error).__name__}: {error}. Built in are {', '.join(BUILT_IN)}; "
+            "put your own module into the working directory, or install it."
         ) from error
 
 
@@ -202,17 +215,84 @@ def import_library(module: str, package: str) -> Any:
         raise RewardError(f"this reward needs a library: pip install {package} ({error})") from error
 
 
-def built_in_names() -> str:
-    """The built-in names for messages."""
-    return ", ".join(BUILT_IN)
+# ---- in a worker process
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One reward function applied to all responses of one prompt.
+
+    Attributes:
+        function: name or import path.
+        label: under which the values are reported.
+        options: keyword arguments from the config.
+        columns: `prompt`, `answer` and `extra` of the row.
+        responses: the decoded responses.
+    """
+
+    function: str
+    label: str
+    options: Mapping[str, Any]
+    columns: Mapping[str, Any]
+    responses: Sequence[Response]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The parts for every response, or the traceback of the first that failed."""
+
+    parts: tuple[Mapping[str, float], ...] = ()
+    error: str | None = None
+
+
+def prepare_worker(search_path: Sequence[str], functions: Sequence[str]) -> None:
+    """Initialise a worker process: extend its module path, import the functions, exit with the parent."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    sys.path[:0] = [folder for folder in search_path if folder not in sys.path]
+    # The library warns that the caller must enforce the time-out, which the pool does.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    for function in functions:
+        # The pool would restart a worker that fails here for ever; `import_error` reports the same error to the user.
+        with contextlib.suppress(RewardError):
+            resolve(function)
+
+
+def exit_with_parent() -> None:
+    """Exit when the parent process is gone, however it ended and whatever this process is doing."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def import_error(functions: Sequence[str]) -> str | None:
+    """The message of the first function that cannot be resolved, if any."""
+    for function in functions:
+        try:
+            resolve(function)
+        except RewardError as error:
+            return str(error)
+    return None
+
+
+def apply(call: Call) -> Outcome:
+    """Apply the function to each response; the error travels as text, because not every exception can be pickled."""
+    try:
+        function = resolve(call.function)
+        values = [function(response, **call.columns, **call.options) for response in call.responses]
+        return Outcome(parts=tuple(as_parts(call.label, value) for value in values))
+    except RewardError as error:  # its message says everything; a traceback would hide it
+        return Outcome(error=str(error))
+    except (Exception, SystemExit):  # noqa: BLE001 - the boundary of the process; the pool raises it
+        return Outcome(error=traceback.format_exc())
 
 
 def as_parts(name: str, value: Any) -> dict[str, float]:
-    """What a reward function returned, as finite parts by name.
+    """The return value of a reward function as finite parts by name.
 
     Args:
-        name: under which a plain number is reported; the parts of a mapping stand below it, `name/part`.
-        value: what the function returned.
+        name: of a plain number; the parts of a mapping are called `name/part`.
+        value: as the function returned it.
 
     Raises:
         RewardError: naming the function and the value.
@@ -228,7 +308,7 @@ def as_parts(name: str, value: Any) -> dict[str, float]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """A finite float; anything with `__float__` but text is taken, so that numpy and torch scalars are."""
+    """A finite float; accepts whatever has `__float__`, such as numpy and torch scalars, but no text."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, InvalidOperation, OverflowError) as error:

@@ -1,7 +1,8 @@
-"""The Rollouter: keeps the engines busy, within the staleness bound, and the books straight.
+"""The Rollouter: keeps the engines busy within the staleness bound, and accounts for every prompt.
 
-One task a group: generate on the least loaded engine, score, put into the queue. `run` starts such tasks whenever the
-staleness policy admits more, and watches over them. All of it is one event loop and one thread; nothing here blocks.
+Each group is one asyncio task: generate on the least loaded engine, score, put into the queue. `run` starts tasks
+whenever the staleness policy admits more, and watches them. Everything runs on one event loop in one thread; nothing
+here blocks.
 """
 
 from __future__ import annotations
@@ -20,29 +21,34 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import EngineCrashedError
 from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
 from tidemill.records import Group
-from tidemill.rollout.accounting import Books
-from tidemill.rollout.activity import Clock, IdleMeter
+from tidemill.rollout.accounting import Accounting, IdleMeter
 from tidemill.rollout.admission import Admission
-from tidemill.rollout.deferral import Deferral
-from tidemill.rollout.delivery_order import Turns
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
-from tidemill.rollout.failures import FailureStreak, FlightFailure, Watchdog
-from tidemill.rollout.in_flight import ABORT_TIMEOUT_S, ANSWER_TIMEOUT_S, Decode, Flight, Scorer
+from tidemill.rollout.failures import FailureStreak, Watchdog
+from tidemill.rollout.group_request import (
+    TIMEOUTS,
+    Clock,
+    Decode,
+    GroupGenerator,
+    GroupRequest,
+    RequestFailed,
+    Scorer,
+    Timeouts,
+)
 from tidemill.rollout.ledger import Ledger
-from tidemill.rollout.producer import Producer
+from tidemill.rollout.ordering import DeliveryOrder, StartOrder
 from tidemill.rollout.prompts import PromptSet
 
 LOG = logging.getLogger(__name__)
 
-PUT_TIMEOUT_S = 1.0  # of one attempt; between two it is seen whether the group is still wanted
-TICK_S = 1.0  # between two looks at a run in which nothing happens
+TICK_S = 1.0  # between two checks of a run in which nothing happens
 
 
 class Rollouter:
     """The rollout side of a run: implements `protocols.Generation`.
 
-    The trainer must call `mark_trained` for what it trained before `begin_version` of the resulting version.
+    The trainer must call `mark_trained` for a batch before `begin_version` of the resulting version.
 
     Args:
         config: of the run.
@@ -55,6 +61,7 @@ class Rollouter:
         ledger: new, or restored from a checkpoint.
         version: the version that the engines sample from at the start.
         clock: monotonic seconds.
+        timeouts: of aborts and puts.
     """
 
     def __init__(  # noqa: PLR0913 - the seams of a run
@@ -70,24 +77,29 @@ class Rollouter:
         ledger: Ledger,
         version: int,
         clock: Clock = time.monotonic,
+        timeouts: Timeouts = TIMEOUTS,
     ) -> None:
         self.config, self.prompts, self.queue, self.ledger = config, prompts, queue, ledger
-        pool, idle = EnginePool(engines), IdleMeter(clock)
-        self._engines, self._idle, self._clock = pool, idle, clock
-        self._deferral = Deferral(prompts.row, len(prompts), config)
-        self._admission = Admission(config, len(engines), ledger, version, self._deferral)
-        self._turns = Turns(self._admission.policy)
-        self._books = Books(config, ledger, self._admission.queued)
-        self._producer = Producer(config, pool, rewards, decode, idle, clock, self._books.waste)
-        self._evaluator = Evaluator(config, held_out, pool, rewards, decode)
-        self._streak = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
+        self._clock, self._timeouts = clock, timeouts
+        self._engines, self._idle = EnginePool(engines), IdleMeter(clock)
+        self._start_order = StartOrder(prompts.row, len(prompts), config)
+        self._admission = Admission(config, len(engines), ledger, version, self._start_order)
+        self._delivery_order = DeliveryOrder(self._admission.policy)
+        self._accounting = Accounting(config, ledger, self._admission.queued)
+        self._generator = GroupGenerator(
+            config, self._engines, rewards, decode, clock, self._accounting.wasted, timeouts
+        )
+        self._evaluator = Evaluator(config, held_out, self._engines, rewards, decode, timeouts)
+        self._failures = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
-        self._flights: dict[int, Flight] = {}
-        self._kept: dict[str, int] = {}  # version of an engine that gets no newer one, by its name
-        self._numbers = itertools.count()
+        self._in_flight: dict[int, GroupRequest] = {}
+        self._fixed_versions: dict[str, int] = {}  # of engines that get no newer version, by name
+        self._request_numbers = itertools.count()
         self._wake = asyncio.Event()
         self._stopping = False
         self._error: BaseException | None = None
+
+    # ---- the run
 
     async def run(self) -> None:
         """Generate until the run has all its groups, the prompts are used up, or `stop`; then close the queue.
@@ -106,188 +118,192 @@ class Rollouter:
             while self._error is None and not self._ended():
                 self._wake.clear()
                 await self._admit()
-                self._turns.next(self._admission.settled(self._flights), self._flights)
-                self._watchdog.look(self._flights.values())
+                self._delivery_order.release_next(self._admission.accepted(self._in_flight), self._in_flight)
+                self._watchdog.check(self._in_flight.values())
                 await self._sleep()
         finally:
             self._idle.finish()
-            await self._land_all()
+            await self._end_requests()
         if self._error is not None:
             raise self._error
         await self.queue.close()
 
     async def stop(self) -> None:
-        """End `run` soon: abandon what is in flight, counted as "stopped", and close the queue."""
+        """End `run` soon: cancel the groups in flight, counted as "stopped", and close the queue."""
         self._stopping = True
         self._wake.set()
 
     def _ended(self) -> bool:
-        """Nothing more is wanted, or can be trained."""
-        return self._stopping or self._admission.complete() or self._admission.exhausted(self._flights)
+        return self._stopping or self._admission.complete() or self._admission.exhausted(self._in_flight)
 
     async def _sleep(self) -> None:
-        # Not wait_for, which forgets a cancellation that comes together with the event (Python 3.11).
+        # Not wait_for: in Python 3.11 it loses a cancellation that arrives together with the event.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(TICK_S, self.config.rollout.group_timeout_s / 2)):
                 await self._wake.wait()
 
-    async def _land_all(self) -> None:
-        """Leave no task behind; not by cancelling a put, whose group might be stored all the same."""
+    async def _end_requests(self) -> None:
+        """Cancel all requests, and wait for those that deliver: a cancelled put may have stored its group."""
         self._stopping = True
-        self._turns.open()
-        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
-        for flight in list(self._flights.values()):
-            if flight.stage != "delivering":
-                self._abandon(flight, "stopped")
+        self._delivery_order.release_all()
+        tasks = [request.task for request in self._in_flight.values() if request.task is not None]
+        for request in list(self._in_flight.values()):
+            if request.stage != "delivering":
+                self._cancel(request, "stopped")
         if tasks:
-            _, left = await asyncio.wait(tasks, timeout=PUT_TIMEOUT_S + ABORT_TIMEOUT_S + ANSWER_TIMEOUT_S)
+            timeouts = self._timeouts
+            _, left = await asyncio.wait(tasks, timeout=timeouts.put_s + timeouts.abort_s + timeouts.answer_s)
             if left:
-                LOG.warning("%d groups did not end: %s", len(left), list(self._flights))
+                LOG.warning("%d groups did not end: %s", len(left), list(self._in_flight))
 
     async def _admit(self) -> None:
-        while not self._stopping and (uid := self._admission.next(self._flights, self._clock())) is not None:
-            if self._evaluator.alone or self._books.suspects.must_wait(uid, self._flights.values()):
+        while not self._stopping and (uid := self._admission.next(self._in_flight, self._clock())) is not None:
+            if self._evaluator.exclusive or self._accounting.crashes.must_wait(uid, self._in_flight.values()):
                 return
             self._admission.start(uid)
             prompt = self.prompts.prompt(uid)
             if self.prompts.too_long(prompt):
-                self._books.too_long(uid, len(prompt.token_ids))
-                self._streak.too_long(self.config.data.max_prompt_tokens)
-                await asyncio.sleep(0)  # a long row of such prompts must not hold up the event loop
+                self._accounting.too_long(uid, len(prompt.token_ids))
+                self._failures.too_long(self.config.data.max_prompt_tokens)
+                await asyncio.sleep(0)  # many such prompts in a row must not block the event loop
                 continue
-            self._streak.fits()
-            flight = Flight(prompt, next(self._numbers), self._admission.version, self._clock())
-            self._flights[uid] = flight
-            flight.task = asyncio.create_task(self._fly(flight))
-            flight.task.add_done_callback(partial(self._landed, flight))
+            self._failures.fits()
+            request = GroupRequest(prompt, next(self._request_numbers), self._admission.version, self._clock())
+            self._in_flight[uid] = request
+            request.task = asyncio.create_task(self._process(request))
+            request.task.add_done_callback(partial(self._request_done, request))
 
-    async def _fly(self, flight: Flight) -> None:
+    # ---- one group
+
+    async def _process(self, request: GroupRequest) -> None:
         try:
-            completions = await self._producer.generate(flight, self.ledger.failures(flight.uid))
-            self._streak.generated()
-            self._books.generated(flight.uid, completions)
-            flight.stage = "scoring"
-            group = await self._producer.score(flight, completions)
-            self._streak.rewarded()
-        except FlightFailure as failure:
-            if self._flights.get(flight.uid) is flight:  # else abandoned, and accounted for already
-                del self._flights[flight.uid]
-                self._failed(flight, failure)
+            with self._idle.activity():
+                completions = await self._generator.generate(request, self.ledger.failures(request.uid))
+            self._failures.generated()
+            self._accounting.generated(request.uid, completions)
+            request.stage = "scoring"
+            group = await self._generator.score(request, completions)
+            self._failures.rewarded()
+        except RequestFailed as failure:
+            if self._in_flight.get(request.uid) is request:  # else cancelled, and accounted for already
+                del self._in_flight[request.uid]
+                self._request_failed(request, failure)
             return
         self._watchdog.progress()
-        self._books.tally.group(group, self._clock() - flight.started)
-        self._deferral.finished(flight.uid, flight.started, self._clock())
-        await self._deliver(flight, group)
-
-    async def _deliver(self, flight: Flight, group: Group) -> None:
-        """Put into the queue when its turn has come, waiting as long as the group is wanted."""
-        flight.stage = "delivering"
+        self._accounting.metrics.add_group(group, self._clock() - request.started)
+        self._start_order.finished(request.uid, request.started, self._clock())
+        request.stage = "delivering"
         self._wake.set()
-        async with self._turns.turn(flight):
-            await self._put(flight, group)
+        async with self._delivery_order.delivery(request):
+            await self._put(request, group)
 
-    async def _put(self, flight: Flight, group: Group) -> None:
-        """It counts as queued from the first attempt on: the trainer may be done with it before we hear of it."""
+    async def _put(self, request: GroupRequest, group: Group) -> None:
+        """Put the group into the queue, waiting for room as long as the group is needed.
+
+        It counts as queued from the first attempt on: the trainer may report it as trained before `put` returns.
+        """
         payload = group.to_bytes()
         usable = self._admission.policy.usable_version(group.oldest_version, group.newest_version)
         delivery = Delivery(group.header(len(payload), usable), payload)
-        self._books.queued(flight.uid, usable)
+        self._accounting.queued(request.uid, usable)
         while not self._admission.too_old(usable) and not self._stopping:
             try:
-                dropped = await self.queue.put([delivery], PUT_TIMEOUT_S)
+                dropped = await self.queue.put([delivery], self._timeouts.put_s)
             except TimeoutError:
                 continue
             self._drop(dropped, "queue_full")
             return
-        self._drop([flight.uid], "stopped" if self._stopping else "stale")
+        self._drop([request.uid], "stopped" if self._stopping else "stale")
 
-    def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
-        if self._flights.get(flight.uid) is flight:
-            del self._flights[flight.uid]
+    def _request_done(self, request: GroupRequest, task: asyncio.Task[None]) -> None:
+        if self._in_flight.get(request.uid) is request:
+            del self._in_flight[request.uid]
         if not task.cancelled() and task.exception() is not None:
             self._error = self._error or task.exception()
         self._wake.set()
 
-    def _failed(self, flight: Flight, failure: FlightFailure) -> None:
-        if failure.reason == "engine_lost":
-            self._resize()
-            held_out = self._engines.died_beside_held_out(str(flight.engine))
-            if isinstance(failure.__cause__, EngineCrashedError) and not held_out:
-                self._books.crashed(flight)
-            else:  # no fault of the prompt that one could know of, nor of the engines that are left
-                self._drop([flight.uid], failure.reason)
+    def _request_failed(self, request: GroupRequest, failure: RequestFailed) -> None:
+        if failure.reason != "engine_lost":
+            self._accounting.failed(request.uid, failure)
+            self._failures.failed(request.uid, failure)
             return
-        self._books.failed(flight.uid, failure)
-        self._streak.failed(flight.uid, failure)
+        self._resize()
+        held_out = self._engines.died_beside_held_out(str(request.engine))
+        if isinstance(failure.__cause__, EngineCrashedError) and not held_out:
+            self._accounting.crashed(request)
+        else:  # nothing shows that the prompt is the cause, or the engines that are left
+            self._drop([request.uid], failure.reason)
 
     def _drop(self, uids: Sequence[int], reason: str) -> None:
-        self._books.dropped(uids, reason)
+        self._accounting.dropped(uids, reason)
         self._wake.set()
 
-    def _abandon(self, flight: Flight, reason: str) -> None:
-        self._forget(flight)
-        self._books.cancelled(flight.uid, reason)
+    def _cancel(self, request: GroupRequest, reason: str) -> None:
+        self._remove(request)
+        self._accounting.cancelled(request.uid, reason)
         self._wake.set()
 
-    def _forget(self, flight: Flight) -> None:
-        del self._flights[flight.uid]
-        if flight.task is not None:
-            flight.task.cancel()
+    def _remove(self, request: GroupRequest) -> None:
+        del self._in_flight[request.uid]
+        if request.task is not None:
+            request.task.cancel()
+
+    # ---- the engines
+
+    async def add_engine(self, name: str, engine: Engine) -> None:
+        """Use one more engine, which must have the newest version."""
+        self._engines.add(name, engine)
+        self._accounting.metrics.count("engines_joined")
+        self._resize()
+
+    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
+        """Send no more groups to an engine; those not finished in time are dropped for `reason` and issued again.
+
+        Returns:
+            Number of requests that it had answered, plus the prompts that were quarantined because they crashed it.
+        """
+        await self.set_engine_aside(name)
+        if patience_s:
+            await self._engines.drained(name, patience_s)
+        else:  # requests of a dead engine fail by themselves, and their errors tell a crash from another loss
+            await self._engines.quiet(name, self._timeouts.answer_s)
+        finished = self._engines.remove(name)
+        self._fixed_versions.pop(name, None)
+        self._accounting.metrics.count("engines_removed")
+        self._resize()
+        for request in list(self._in_flight.values()):
+            if request.stage == "generating" and request.engine == name:
+                self._cancel(request, reason)
+        quarantined = self._accounting.crashes.take_quarantined(name) + self._evaluator.crashes.take_quarantined(name)
+        return finished + quarantined
+
+    async def set_engine_aside(self, name: str) -> None:
+        """Send no more groups to an engine, which gets no newer version and finishes the groups that it has.
+
+        Only an evaluation that names the engine still uses it.
+        """
+        self._engines.close(name)
+        self._fixed_versions[name] = self._admission.version
+        self._resize()
+
+    async def take_engine_back(self, name: str) -> None:
+        """Send groups to the engine again, which has the newest version."""
+        self._engines.reopen(name)
+        self._fixed_versions.pop(name, None)
+        self._resize()
+
+    async def lost_engines(self) -> Mapping[str, str]:
+        """Why, by name, for engines that do not work any more and are to be removed."""
+        return self._engines.lost()
 
     def _resize(self) -> None:
         self._admission.resize(len(self._engines))
         self._wake.set()
 
-    async def add_engine(self, name: str, engine: Engine) -> None:
-        """One more engine takes groups; it must have the newest version."""
-        self._engines.add(name, engine)
-        self._books.tally.count("engines_joined")
-        self._resize()
-
-    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
-        """An engine gets no more groups; what it has not finished in time is dropped for `reason` and issued again.
-
-        Returns:
-            How many requests it had answered, and how many prompts were set aside because they killed it.
-        """
-        self._close(name)
-        if patience_s:
-            await self._engines.drained(name, patience_s)
-        else:  # requests whose engine died say so by themselves, which tells whether it died under them
-            await self._engines.quiet(name, ANSWER_TIMEOUT_S)
-        finished = self._engines.remove(name)
-        self._kept.pop(name, None)
-        self._books.tally.count("engines_removed")
-        self._resize()
-        for flight in self._on_engine(name):
-            self._abandon(flight, reason)
-        return finished + self._books.suspects.explained(name) + self._evaluator.suspects.explained(name)
-
-    def _on_engine(self, name: str) -> list[Flight]:
-        return [f for f in self._flights.values() if f.stage == "generating" and f.engine == name]
-
-    async def set_engine_aside(self, name: str) -> None:
-        """An engine gets no more groups, and finishes those that it has; only an evaluation may name it."""
-        self._close(name)
-
-    def _close(self, name: str) -> None:
-        """It gets no more groups, and no newer version either."""
-        self._engines.close(name)
-        self._kept[name] = self._admission.version
-        self._resize()
-
-    async def take_engine_back(self, name: str) -> None:
-        """It gets groups again."""
-        self._engines.reopen(name)
-        self._kept.pop(name, None)
-        self._resize()
-
-    async def lost_engines(self) -> Mapping[str, str]:
-        """Engines that do not work any more and are to be removed, and why."""
-        return self._engines.lost()
+    # ---- the trainer's calls
 
     async def begin_version(self, version: int) -> None:
-        """The engines now sample from `version`: cancel what became too old, admit more.
+        """The engines now sample from `version`: cancel groups that became too old, admit more.
 
         A group that is being scored is not cancelled, because that would kill its reward worker; it is dropped after.
 
@@ -296,58 +312,52 @@ class Rollouter:
         """
         self._admission.begin_version(version, self._clock())
         self._engines.forgive()
-        for flight in list(self._flights.values()):
-            newest = self._kept.get(str(flight.engine), version)
-            if flight.stage == "generating" and self._admission.overtaken(flight.version, newest):
-                # With "drop" it may just have waited in the engine, with "mask" its engine got no newer version.
+        for request in list(self._in_flight.values()):
+            newest = self._fixed_versions.get(str(request.engine), version)
+            if request.stage == "generating" and self._admission.must_cancel(request.version, newest):
+                # With "drop" the request may have spent the time in the engine's waiting queue, and with "mask" its
+                # engine got no newer version: neither shows that the prompt takes too long.
                 if self.config.asynchrony.staleness_strategy in ("drop", "mask"):
-                    self._abandon(flight, "stale")
+                    self._cancel(request, "stale")
                 else:
-                    self._books.outlasted(flight.uid)
-                    self._forget(flight)
+                    self._accounting.outlasted(request.uid)
+                    self._remove(request)
         self._wake.set()
 
     async def mark_trained(self, uids: Sequence[int]) -> None:
-        """These occurrences are in the parameters now.
-
-        Raises:
-            RunError: one of them was trained before or never queued.
-        """
-        self._books.trained(uids)
-        self._deferral.trained(uids)
+        self._accounting.trained(uids)
+        self._start_order.trained(uids)
         self._wake.set()
 
     async def reissue(self, uids: Sequence[int], reason: str) -> None:
-        """These groups were dropped on the way; count them and generate them again."""
         self._drop(uids, reason)
 
     async def ledger_state(self) -> Mapping[str, object]:
         """JSON value for `Ledger.restore`.
 
         Raises:
-            RunError: the books do not balance.
+            RunError: the ledger is out of balance.
         """
         self.ledger.check()
         return self.ledger.state()
 
     async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
-        """Score the held-out prompts; the weights must stay at `version` meanwhile. See `Evaluator.evaluate`."""
+        """As `Evaluator.evaluate`; the weights must stay at `version` meanwhile."""
         try:
             return await self._evaluator.evaluate(version, engine)
         finally:
-            self._wake.set()  # a suspect among the prompts may have held up groups
+            self._wake.set()  # a prompt that ran alone may have held up groups
 
     async def loads(self) -> Loads:
-        """Requests in flight since the last call; see `LoadMeter.take`."""
         return self._engines.loads.take()
 
     async def stats(self) -> Mapping[str, float]:
-        """`idle`, `engines`, `deferred`, groups by stage, and what `Books.take` returns."""
-        stages = Counter(flight.stage for flight in self._flights.values())
+        """`idle`, `engines`, `deferred`, groups by stage, and the report of `Accounting.take`."""
+        stages = Counter(request.stage for request in self._in_flight.values())
         return {
             "idle": self._idle.read(),
             "engines": float(len(self._engines)),
-            "deferred": float(len(self._deferral)),
+            "deferred": float(len(self._start_order)),
             **{stage: float(stages[stage]) for stage in ("generating", "scoring", "delivering")},
-            **self._books.take(),
+            **self._accounting.take(),
         }

@@ -48,6 +48,6 @@ async def answer_held_out(config: RunConfig, folder: Path) -> Evaluation:
             rewards,
             lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)),
         )
-        return await relay.during(evaluator.evaluate(FIRST_VERSION), evaluator.suspects.explained)
+        return await relay.during(evaluator.evaluate(FIRST_VERSION), evaluator.crashes.take_quarantined)
     finally:
         await asyncio.gather(rewards.close(), relay.end())

@@ -12,7 +12,7 @@ from tidemill.errors import EngineError
 from tidemill.protocols import Engine
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import LOSSES, CrashLoop
-from tidemill.rollout.in_flight import ANSWER_TIMEOUT_S
+from tidemill.rollout.group_request import TIMEOUTS
 
 PLACE = "the engine"
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Relay:
         """Never returns."""
         while True:
             name, why = await self.pool.loss()
-            await self.pool.quiet(name, ANSWER_TIMEOUT_S)
+            await self.pool.quiet(name, TIMEOUTS.answer_s)
             finished = self.pool.remove(name) + explained(name)
             if self._crashes.lost(PLACE, finished) >= LOSSES:
                 raise EngineError(f"{LOSSES} engines in a row died without finishing a request: {why}")
