@@ -23,7 +23,7 @@ from tidemill.errors import ConfigError, EngineError, RunError
 from tidemill.observe.events import EventLog, Notice, PhaseStarted
 from tidemill.observe.report import Summary
 from tidemill.protocols import Answer, Evaluation
-from tidemill.store.attempt import Attempt, newest_attempt
+from tidemill.store.attempt import Attempt, latest_attempt
 from tidemill.store.journal import JournalReader
 from tidemill.store.lease import Claim, Fence, lease_key
 from tidemill.store.object_store import ObjectStore
@@ -196,10 +196,10 @@ def test_sigterm_ends_the_training_and_asks_for_another_attempt(store: ObjectSto
 
 def test_attempt_older_than_the_lease_writes_nothing(store: ObjectStore, tmp_path: Path) -> None:
     assert replace(job(store, tmp_path, attempt=2), train=trains).run() == 0
-    with pytest.raises(RunError, match="attempt 1 of a does not begin: attempt 2 gave the lease back"):
+    with pytest.raises(RunError, match="attempt 1 of a may not start: attempt 2 released the lease"):
         replace(job(store, tmp_path, attempt=1), train=trains).run()
     assert store.list(Attempt("a", 1).prefix) == ()
-    assert newest_attempt(store, "a") == 2
+    assert latest_attempt(store, "a") == 2
 
 
 def test_same_attempt_in_a_new_cluster_goes_on_with_its_journals(store: ObjectStore, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_process_leaves_its_traceback_in_the_log_and_one_message_on_the_screen(
     ("variable", "value", "status", "told"),
     [
         ("TIDEMILL_S3_SECRET_KEY", "wrong", PERMANENT_FAILURE, "Check the keys in TIDEMILL_S3_ACCESS_KEY"),
-        ("TIDEMILL_ATTEMPT", "1", FAILED, "attempt 1 of a does not begin: attempt 2 took the lease"),
+        ("TIDEMILL_ATTEMPT", "1", FAILED, "attempt 1 of a may not start: attempt 2 took the lease"),
     ],
 )
 def test_status_tells_whether_another_attempt_would_end_the_same_where_the_store_cannot(

@@ -402,7 +402,7 @@ def test_training_that_began_last_goes_on_in_a_store_that_two_machines_share(
         with claimed(run) as first, claimed(run) as second:
             with open_checkpoints(run, second) as checkpoints:
                 checkpoints.commit(1, tmp_path / "parts", {})
-            refused = pytest.raises(CheckpointError, match="attempt 1 of addition commits nothing any more: attempt 2")
+            refused = pytest.raises(CheckpointError, match="attempt 1 of addition may not commit: attempt 2")
             with open_checkpoints(run, first) as checkpoints, refused:
                 checkpoints.commit(2, tmp_path / "parts", {})
 

@@ -11,36 +11,12 @@ from tidemill.actors.ranks import RankActor
 from tidemill.config.run import RunConfig
 from tidemill.errors import CheckpointError, RunError, StoreError
 from tidemill.store.checkpoint import Checkpoints
-from tidemill.store.conditional_put import Record
 from tidemill.store.lease import Claim, Fence, lease_key, leased, next_claim, remove_lease, reserve
 from tidemill.store.object_store import ObjectStore, StoredObject
 
 
 def fence(store: ObjectStore, attempt: int) -> Fence:
     return Fence(store, "a", Claim(attempt, secrets.token_hex(4)))
-
-
-def test_a_record_is_changed_only_by_who_saw_its_last_state(store: ObjectStore) -> None:
-    record = Record(store, "runs/a/lease")
-    assert record.read() is None
-    assert record.write(b"one", None)
-    first = record.read()
-    assert first is not None and first.data == b"one"
-    assert not record.write(b"two", None)
-    assert record.write(b"two", first)
-    assert not record.write(b"three", first)
-    store.delete(record.key)
-    assert not record.write(b"three", first)
-    assert not store.exists(record.key)
-
-
-def test_of_many_that_write_at_once_one_wins(store: ObjectStore) -> None:
-    record = Record(store, "runs/a/lease")
-    with ThreadPoolExecutor(16) as threads:
-        assert sum(threads.map(lambda n: record.write(f"{n}".encode(), None), range(16))) == 1
-    seen = record.read()
-    with ThreadPoolExecutor(16) as threads:
-        assert sum(threads.map(lambda n: record.write(f"next {n}".encode(), seen), range(16))) == 1
 
 
 def test_an_older_attempt_loses_the_lease_and_commits_nothing_more(seaweedfs: ObjectStore, tmp_path: Path) -> None:
@@ -51,7 +27,7 @@ def test_an_older_attempt_loses_the_lease_and_commits_nothing_more(seaweedfs: Ob
     new.take()
     late = Checkpoints(seaweedfs, "a", 2, old.claim)
     for write in (lambda: late.commit(4, tmp_path, {}), lambda: late.publish_model(4, tmp_path)):
-        with pytest.raises(CheckpointError, match="attempt 1 of a commits nothing any more: attempt 2 took the lease"):
+        with pytest.raises(CheckpointError, match="attempt 1 of a may not commit: attempt 2 took the lease"):
             write()
     assert Checkpoints(seaweedfs, "a", 2).versions() == [3]
     Checkpoints(seaweedfs, "a", 2, new.claim).commit(4, tmp_path, {})
@@ -93,31 +69,31 @@ def test_a_lease_that_is_lost_during_the_upload_leaves_no_commit(seaweedfs: Obje
     assert Checkpoints(seaweedfs, "a", 2).versions() == []
 
 
-def test_an_attempt_that_comes_late_does_not_begin(seaweedfs: ObjectStore) -> None:
-    took = "attempt 1 of a does not begin: attempt 2 took the lease"
+def test_a_late_attempt_does_not_start(seaweedfs: ObjectStore) -> None:
+    took = "attempt 1 of a may not start: attempt 2 took the lease"
     with leased(seaweedfs, "a", Claim(2, "x")), pytest.raises(RunError, match=took):
         fence(seaweedfs, 1).take()
-    with pytest.raises(RunError, match="attempt 2 gave the lease back"):
+    with pytest.raises(RunError, match="attempt 2 released the lease"):
         fence(seaweedfs, 1).take()
 
 
-def test_of_two_processes_of_one_attempt_the_last_one_goes_on(seaweedfs: ObjectStore) -> None:
+def test_the_last_of_two_processes_of_one_attempt_holds_the_lease(seaweedfs: ObjectStore) -> None:
     first, second = fence(seaweedfs, 1), fence(seaweedfs, 1)
     first.take()
     second.take()
     second.check()
     with pytest.raises(CheckpointError, match="attempt 1 took the lease"):
         first.check()
-    first.release()  # is not its own any more
+    first.release()  # without effect
     second.check()
 
 
-def test_taking_again_what_one_has_changes_nothing(seaweedfs: ObjectStore) -> None:
+def test_taking_a_held_lease_again_changes_nothing(seaweedfs: ObjectStore) -> None:
     mine = fence(seaweedfs, 1)
     mine.take()
-    before = mine.record.read()
+    before = mine.read()
     mine.take()
-    assert mine.record.read() == before
+    assert mine.read() == before
 
 
 def test_many_processes_of_one_attempt_leave_one_holder(seaweedfs: ObjectStore) -> None:
@@ -144,20 +120,20 @@ def test_a_lease_ends_with_its_removal(seaweedfs: ObjectStore) -> None:
     fence(seaweedfs, 1).take()
 
 
-def test_what_is_no_lease_is_refused(seaweedfs: ObjectStore) -> None:
+def test_an_invalid_lease_is_refused(seaweedfs: ObjectStore) -> None:
     seaweedfs.put_bytes(lease_key("a"), b"{}")
     with pytest.raises(StoreError, match="is no lease of a run"):
         fence(seaweedfs, 1).take()
 
 
-def test_of_many_that_want_a_name_for_a_new_run_one_gets_it(store: ObjectStore) -> None:
+def test_one_of_many_reserves_the_name_of_a_new_run(store: ObjectStore) -> None:
     with ThreadPoolExecutor(16) as threads:
         assert sum(threads.map(lambda n: reserve(store, "a"), range(16))) == 1
     with leased(store, "a", Claim(1, "x")):
         assert not reserve(store, "a")
 
 
-def test_a_claim_of_who_does_not_count_goes_before_all_there_were(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+def test_an_unnumbered_claim_is_newer_than_all_earlier_ones(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "model").write_text("weights")
     assert reserve(seaweedfs, "a")
     first = next_claim(seaweedfs, "a")
@@ -165,6 +141,6 @@ def test_a_claim_of_who_does_not_count_goes_before_all_there_were(seaweedfs: Obj
         second = next_claim(seaweedfs, "a")
         with leased(seaweedfs, "a", second):
             Checkpoints(seaweedfs, "a", 2, second).commit(3, tmp_path, {})
-            with pytest.raises(CheckpointError, match="attempt 1 of a commits nothing any more: attempt 2 took"):
+            with pytest.raises(CheckpointError, match="attempt 1 of a may not commit: attempt 2 took"):
                 Checkpoints(seaweedfs, "a", 2, first).commit(4, tmp_path, {})
     assert next_claim(seaweedfs, "a").attempt == 3

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from urllib3.exceptions import MaxRetryError, ProtocolError, ReadTimeoutError
 
 from tidemill.config.asynchrony import SyncConfig
 from tidemill.errors import ConfigError, StoreError
-from tidemill.store import object_store
-from tidemill.store.object_store import READ_TIMEOUT_S, ObjectStore, credentials, make_client, parse_uri
+from tidemill.store.object_store import READ_TIMEOUT_S, ObjectStore, credentials, make_client, make_pool, parse_uri
 
 Server = tuple[str, str, str]
 MIB = 1 << 20
@@ -91,6 +91,29 @@ def test_a_missing_object_is_named(store: ObjectStore, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="does not exist"):
         store.download_folder("no/such", tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conditional_put_replaces_only_the_content_that_was_seen(store: ObjectStore) -> None:
+    key = "runs/a/lease"
+    assert store.read_tagged(key) is None
+    assert store.put_if_unchanged(key, b"one", None)
+    first = store.read_tagged(key)
+    assert first is not None and first.data == b"one"
+    assert not store.put_if_unchanged(key, b"two", None)
+    assert store.put_if_unchanged(key, b"two", first)
+    assert not store.put_if_unchanged(key, b"three", first)
+    store.delete(key)
+    assert not store.put_if_unchanged(key, b"three", first)
+    assert not store.exists(key)
+
+
+def test_one_of_many_concurrent_conditional_puts_wins(store: ObjectStore) -> None:
+    key = "runs/a/lease"
+    with ThreadPoolExecutor(16) as threads:
+        assert sum(threads.map(lambda n: store.put_if_unchanged(key, f"{n}".encode(), None), range(16))) == 1
+    seen = store.read_tagged(key)
+    with ThreadPoolExecutor(16) as threads:
+        assert sum(threads.map(lambda n: store.put_if_unchanged(key, f"next {n}".encode(), seen), range(16))) == 1
 
 
 def test_an_overwritten_object_is_the_new_one(store: ObjectStore) -> None:
@@ -242,21 +265,20 @@ def silent_server(heard: list[bytes]) -> Iterator[str]:
             client.close()
 
 
-def test_a_server_that_never_answers_is_asked_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 0.2)
+def test_a_server_that_never_answers_is_asked_three_times() -> None:
     heard: list[bytes] = []
     with silent_server(heard) as url:
-        store = ObjectStore(make_client(url, "key", "secret", patient=True), url, "tidemill")
+        store = ObjectStore(make_client(url, "key", "secret", patient=True, read_timeout_s=0.2), url, "tidemill")
         with pytest.raises(StoreError, match=f"no S3 answer from {url}: .*timed out"):
             store.exists("k")
         deadline = time.monotonic() + 60
-        while len(heard) < 3 and time.monotonic() < deadline:  # it may be slower than who asks
+        while len(heard) < 3 and time.monotonic() < deadline:  # it may be slower than the client
             time.sleep(0.01)
     assert len(heard) == 3
 
 
-def test_a_hanging_server_is_told_of_before_a_sync_is_given_up() -> None:
-    pool = make_client("http://store:9000", "key", "secret", patient=True)._http
+def test_a_hanging_server_is_reported_before_a_sync_times_out() -> None:
+    pool = make_pool(patient=True)
     retries, silent, waited = pool.connection_pool_kw["retries"], ReadTimeoutError(pool, "/", "silence"), 0.0
     with pytest.raises(MaxRetryError):
         while True:
@@ -267,7 +289,7 @@ def test_a_hanging_server_is_told_of_before_a_sync_is_given_up() -> None:
 
 
 def test_a_server_that_breaks_off_is_tried_as_often_as_a_restart_takes() -> None:
-    retries = make_client("http://store:9000", "key", "secret", patient=True)._http.connection_pool_kw["retries"]
+    retries = make_pool(patient=True).connection_pool_kw["retries"]
     waited = 0.0
     with pytest.raises(MaxRetryError):
         while True:

@@ -18,7 +18,7 @@ from tidemill.kuberay.manifest import ray_job
 from tidemill.kuberay.owner import Owner
 from tidemill.kuberay.schema import check
 from tidemill.kuberay.state import seconds
-from tidemill.store.attempt import newest_attempt
+from tidemill.store.attempt import latest_attempt
 from tidemill.store.object_store import ObjectStore
 
 REMOVAL_TIMEOUT_S = 300.0
@@ -92,7 +92,7 @@ class Attempts:
 
     def last(self) -> int:
         """Number of the newest attempt that left anything in the store; 0 before the first."""
-        return newest_attempt(self.store, self.config.name)
+        return latest_attempt(self.store, self.config.name)
 
     def begin(self, number: int) -> None:
         """Make the RayJob of an attempt, or take over the one that is there; one on its way out is waited for.

@@ -24,7 +24,7 @@ from tidemill.observe.console import Progress
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation, evaluation_from_json
-from tidemill.store.attempt import Attempt, newest_attempt
+from tidemill.store.attempt import Attempt, latest_attempt
 from tidemill.store.lease import remove_lease
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import open_store
@@ -61,7 +61,7 @@ class KubernetesProvider:
         """The score that the last attempt left: it asked the exported model in a fresh engine."""
         del summary
         with open_store(self.config.store, self.config.output) as store:
-            attempt = Attempt(self.config.name, newest_attempt(store, self.config.name))
+            attempt = Attempt(self.config.name, latest_attempt(store, self.config.name))
             return evaluation_from_json(store.get_bytes(attempt.evaluation).decode())
 
     def teardown(self) -> None:

@@ -1,9 +1,9 @@
-"""What an attempt at a run leaves in the store, for whoever watches from elsewhere.
+"""The objects by which an attempt at a run is followed and controlled from other machines.
 
-runs/NAME/attempts/2/events/000000004096.jsonl      segments of growing files, by the offset of their first byte
+runs/NAME/attempts/2/events/000000004096.jsonl      segments of growing files, by the offset of the first byte
 runs/NAME/attempts/2/log/000000000000.txt
-runs/NAME/attempts/2/stop.json                      asks it to end after the step under way
-runs/NAME/attempts/2/summary.json, evaluation.json  how it ended; or failure.json
+runs/NAME/attempts/2/stop.json                      asks the attempt to end after the current step
+runs/NAME/attempts/2/summary.json, evaluation.json  its results; or failure.json
 runs/NAME/attempts/2/verdict.txt                    why no other attempt follows
 """
 
@@ -18,14 +18,14 @@ from tidemill.store.object_store import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a run, counted from 1."""
+    """One attempt at a run, counted from 1, and the keys of its objects."""
 
     run: str
     number: int
 
     @property
     def prefix(self) -> str:
-        """Key below which everything lies."""
+        """Folder of all objects."""
         return f"runs/{self.run}/attempts/{self.number}"
 
     @property
@@ -40,12 +40,12 @@ class Attempt:
 
     @property
     def stop(self) -> str:
-        """Object that asks the attempt to end."""
+        """Request to end; see `ask_to_stop`."""
         return f"{self.prefix}/stop.json"
 
     @property
     def summary(self) -> str:
-        """`observe.report.Summary`, once the training is over."""
+        """`observe.report.Summary`, after the training."""
         return f"{self.prefix}/summary.json"
 
     @property
@@ -55,23 +55,23 @@ class Attempt:
 
     @property
     def failure(self) -> str:
-        """`failure.Failure`, where the attempt failed."""
+        """`driver.failure.Failure`, if the attempt failed."""
         return f"{self.prefix}/failure.json"
 
     @property
     def verdict(self) -> str:
-        """Why no attempt follows this one, in words, where its watcher has decided that."""
+        """Reason why no attempt follows this one, in words, if its watcher has decided so."""
         return f"{self.prefix}/verdict.txt"
 
     def ask_to_stop(self, store: ObjectStore, reason: str) -> None:
-        """Have the attempt end after the step under way."""
+        """Ask the attempt to end after the current step."""
         store.put_bytes(self.stop, json.dumps({"reason": reason}).encode())
 
     def asked_to_stop(self, store: ObjectStore) -> str | None:
-        """Why it is to end, or None while nobody asked.
+        """The reason of a request to end, or None without one.
 
         Raises:
-            StoreError: the store cannot be reached, or the object is not what `ask_to_stop` writes.
+            StoreError: the store cannot be reached, or `ask_to_stop` did not write the object.
         """
         if not store.exists(self.stop):
             return None
@@ -81,17 +81,8 @@ class Attempt:
             raise StoreError(f"{store.uri(self.stop)} is no request to stop: {error}") from error
 
 
-def newest_attempt(store: ObjectStore, run: str) -> int:
-    """Number of the newest attempt that left anything; 0 without any."""
-    prefix = f"runs/{run}/attempts/"
-    with store.explained(store.uri(prefix)):
-        folders = [item.object_name for item in store.client.list_objects(bucket_name=store.bucket, prefix=prefix)]
-        names = (folder.removeprefix(prefix).rstrip("/") for folder in folders)
-        numbers = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
-        return next((number for number in numbers if has_objects(store, f"{prefix}{number}/")), 0)
-
-
-def has_objects(store: ObjectStore, prefix: str) -> bool:
-    """Whether anything lies there: SeaweedFS lists folders whose objects are deleted."""
-    found = store.client.list_objects(bucket_name=store.bucket, prefix=prefix, recursive=True)
-    return any(not item.is_dir for item in found)
+def latest_attempt(store: ObjectStore, run: str) -> int:
+    """Number of the newest attempt that left any object; 0 if there is none."""
+    prefix = f"runs/{run}/attempts"
+    numbers = sorted((int(name) for name in store.folders(prefix) if name.isdecimal()), reverse=True)
+    return next((number for number in numbers if any(store.iterate(f"{prefix}/{number}"))), 0)

@@ -1,11 +1,11 @@
 """Atomic commits of everything a restart needs.
 
     runs/NAME/checkpoints/00000020/manifest.json        written last: without it the commit does not exist
-    runs/NAME/checkpoints/00000020/3f9a1c0e/...         its parts, in a folder of this attempt's own
+    runs/NAME/checkpoints/00000020/3f9a1c0e/...         its parts, in a new folder of every commit
     runs/NAME/model/20/...                              the published model
 
-A crash at any moment leaves the previous commit, and also an older commit of the same version, as they were: parts
-never overwrite parts, and replacing one manifest is atomic in S3.
+A crash at any moment leaves the previous commit, and also an earlier commit of the same version, intact: parts never
+overwrite parts, and S3 replaces a manifest atomically.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import CheckpointError, StoreError
-from tidemill.store.commit import FORMAT, Manifest, Nowhere, check_same
 from tidemill.store.download_once import remove_download
 from tidemill.store.lease import Claim, Fence, reserve
 from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
 from tidemill.store.server import open_store, store_folder
 
+FORMAT = 1
+"""Of the manifest."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 STAGING = "staging-"
@@ -37,8 +39,47 @@ VERSION_FOLDER = re.compile(r"^(\d{8,})/")
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of a commit.
+
+    Attributes:
+        format: of the manifest itself.
+        run: name of the run.
+        version: policy version.
+        folder: key below which the parts lie.
+        parts: name below `folder`, size in bytes and SHA-256 of each.
+    """
+
+    format: int
+    run: str
+    version: int
+    folder: str
+    parts: tuple[StoredObject, ...]
+
+    def to_json(self) -> bytes:
+        """The stored JSON."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Parse the result of `to_json`.
+
+        Raises:
+            CheckpointError: it is not a manifest of this format.
+        """
+        try:
+            tree = json.loads(data)
+            if tree["format"] != FORMAT:
+                raise CheckpointError(f"its format is {tree['format']!r} and this Tidemill reads {FORMAT}")
+            parts = tuple(StoredObject(str(p["key"]), int(p["nbytes"]), str(p["sha256"])) for p in tree["parts"])
+            return cls(FORMAT, str(tree["run"]), int(tree["version"]), str(tree["folder"]), parts)
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"its manifest is damaged ({error!r})") from error
+
+
 class Checkpoints:
-    """The commits of one run; `keep` of them stay. With a claim nothing is committed without the run's lease."""
+    """The commits of one run, of which the newest `keep` remain. With a claim, a commit requires the run's lease."""
 
     def __init__(self, store: ObjectStore, run_name: str, keep: int, claim: Claim | None = None) -> None:
         self.store, self.run_name, self.keep = store, run_name, keep
@@ -48,31 +89,31 @@ class Checkpoints:
     def commit(self, version: int, folder: Path, state: Mapping[str, object]) -> str:
         """Store the files of `folder` and `state` (JSON values) as one commit; returns its URI.
 
-        Commits of newer versions are removed: they are of a future that this run has left, by falling back.
+        Commits of newer versions are removed: the run fell back to a version before them.
 
         Raises:
             StoreError: the store failed; the previous commit is intact.
-            CheckpointError: `state` is not JSON, or the folder has a file of the name that the state gets; or a newer
-                attempt at the run has the lease.
+            CheckpointError: `state` is not JSON, the folder has a file named as that of the state, or a newer attempt
+                holds the lease.
         """
         self.check_lease()
         encoded = encode_state(state)
         if (folder / STATE).exists():
-            raise CheckpointError(f"{folder / STATE} stands where the run's state goes: rename it")
+            raise CheckpointError(f"{folder / STATE} has the name of the file of the run's state: rename it")
         place = f"{self.commit_prefix(version)}/{secrets.token_hex(4)}"
         stored = [*self.store.upload_folder(folder, place), self.store.put_bytes(f"{place}/{STATE}", encoded)]
         parts = tuple(StoredObject(str(relative_path(s.key, place)), s.nbytes, s.sha256) for s in stored)
         manifest = Manifest(FORMAT, self.run_name, version, place, parts)
-        self.check_lease()  # again: the upload took its time
+        self.check_lease()  # again, because the upload takes long
         self.store.put_bytes(self.manifest_key(version), manifest.to_json())
         self.retire(manifest)
         return self.store.uri(self.commit_prefix(version))
 
     def check_lease(self) -> None:
-        """Refuse to write for an attempt whose place a newer one has taken.
+        """Refuse to write for an attempt that a newer one has replaced.
 
-        Between this and the write after it the lease may still be lost. What is committed then is whole, of an older
-        attempt, and removed by the newer one's next commit.
+        The lease may still be lost between this check and the next write. That commit is then complete, belongs to an
+        older attempt, and is removed by the next commit of the newer one.
 
         Raises:
             CheckpointError: naming the newer attempt.
@@ -81,17 +122,17 @@ class Checkpoints:
             self.fence.check()
 
     def latest(self) -> int | None:
-        """The newest version with a manifest that can be read; None when nothing was ever committed.
+        """The newest version with a readable manifest; None without any commit.
 
         Raises:
-            CheckpointError: there are commits, and no manifest of them can be read.
+            CheckpointError: there are commits, and none has a readable manifest.
         """
         versions = self.versions()
         for version in versions:
             try:
                 self.manifest(version)
             except CheckpointError as error:
-                log.warning("%s; looking at the commit before it", error)
+                log.warning("%s; trying the commit before it", error)
             else:
                 return version
         if versions:
@@ -102,8 +143,7 @@ class Checkpoints:
         """Download the parts of a commit into `folder`, verified; returns the state.
 
         Raises:
-            CheckpointError: the commit does not exist, or a part is missing or not what was committed. Nothing of it
-                is left in `folder`.
+            CheckpointError: the commit does not exist, or a part is missing or damaged. No part remains in `folder`.
         """
         manifest = self.complete(version)
         written: list[Path] = []
@@ -120,18 +160,18 @@ class Checkpoints:
             raise
 
     def newest_valid(self, *, tensors: bool = True) -> tuple[int, dict[str, Any]] | None:
-        """State of the newest commit that is intact, warning of those that are not; None without any.
+        """State of the newest intact commit, with a warning for each damaged one; None without any commit.
 
-        Every byte is read and none is kept: who asks has no room for it, and may have no use for it.
+        Every byte is read and none is stored: the caller may have no room for the tensors, or no use for them.
 
         Args:
-            tensors: whether they are read too, and not the state alone.
+            tensors: whether to verify the tensors too, and not the state alone.
 
         Returns:
             (version, state).
 
         Raises:
-            CheckpointError: there are commits, and none is intact. Starting over in silence would be worse.
+            CheckpointError: there are commits, and none is intact. A silent start from the beginning would be worse.
         """
         versions = self.versions()
         for version in versions:
@@ -144,7 +184,7 @@ class Checkpoints:
         return None
 
     def verify(self, version: int, *, tensors: bool) -> dict[str, Any]:
-        """Compare all parts of a commit, or its state alone, with what was committed; returns the state.
+        """Verify the checksums of all parts of a commit, or of its state alone; returns the state.
 
         Raises:
             CheckpointError: as `load`.
@@ -158,8 +198,7 @@ class Checkpoints:
     def publish_model(self, version: int, folder: Path) -> str:
         """Upload a Hugging Face folder, replacing an earlier upload of this version; returns its URI.
 
-        Every file is replaced as a whole, so that the registry's version of a run that goes on stays what it is, also
-        where this breaks off.
+        Every file is replaced as a whole, so that a registered version stays usable even if the upload breaks off.
         """
         self.check_lease()
         prefix = f"runs/{self.run_name}/model/{version}"
@@ -170,7 +209,7 @@ class Checkpoints:
         return self.store.uri(prefix)
 
     def versions(self) -> list[int]:
-        """Versions that have a manifest, readable or not, newest first."""
+        """Versions with a manifest, readable or not, newest first."""
         keys = {item.key for item in self.store.list(self.prefix)}
         return sorted((v for v in self.folders(keys) if self.manifest_key(v) in keys), reverse=True)
 
@@ -188,7 +227,7 @@ class Checkpoints:
         return manifest
 
     def complete(self, version: int) -> Manifest:
-        """The manifest of a commit all of whose parts are there."""
+        """The manifest of a commit, after a check that all its parts exist."""
         manifest = self.manifest(version)
         listed = {item.key: item for item in self.store.list(manifest.folder)}
         for part in manifest.parts:
@@ -196,7 +235,7 @@ class Checkpoints:
         return manifest
 
     def check_listed(self, manifest: Manifest, part: StoredObject, listed: Mapping[str, ListedObject]) -> None:
-        """A part must exist in its size, before gigabytes are downloaded."""
+        """Check existence and size of a part before gigabytes are downloaded."""
         key = f"{manifest.folder}/{part.key}"
         if key not in listed:
             raise CheckpointError(f"checkpoint part {self.store.uri(key)} is missing")
@@ -218,9 +257,9 @@ class Checkpoints:
         return state
 
     def retire(self, current: Manifest) -> None:
-        """Delete what the commit just made has replaced: manifests first, then parts.
+        """Delete the commits that `current` replaces: manifests first, then parts.
 
-        A failure here costs space and not the run.
+        A failure costs space and does not end the run.
         """
         try:
             keys = [item.key for item in self.store.list(self.prefix)]
@@ -236,26 +275,26 @@ class Checkpoints:
             log.warning("checkpoint %d is committed, but older ones could not be deleted: %s", current.version, error)
 
     def is_left_over(self, key: str, current: Manifest) -> bool:
-        """Whether a key belongs to another attempt at the version just committed."""
+        """Whether a key belongs to another commit of the version of `current`."""
         mine = key.startswith(f"{self.commit_prefix(current.version)}/")
         kept = key.startswith(f"{current.folder}/") or key == self.manifest_key(current.version)
         return mine and not kept
 
     def folders(self, keys: list[str] | set[str]) -> set[int]:
-        """Versions that have any object."""
+        """Versions with any object."""
         matches = (VERSION_FOLDER.match(key.removeprefix(f"{self.prefix}/")) for key in keys)
         return {int(match[1]) for match in matches if match}
 
     def commit_prefix(self, version: int) -> str:
-        """Key of a commit's folder."""
+        """Folder of a commit."""
         return f"{self.prefix}/{version:08d}"
 
     def manifest_key(self, version: int) -> str:
-        """Key whose existence is the commit."""
+        """Key of the manifest, whose existence makes the commit."""
         return f"{self.commit_prefix(version)}/{MANIFEST}"
 
     def nothing_intact(self, versions: list[int]) -> CheckpointError:
-        """All is damaged: only a person can decide to start over."""
+        """Every commit is damaged: only a person can decide to start over."""
         return CheckpointError(
             f"none of the checkpoints {versions} below {self.store.uri(self.prefix)} is intact: "
             "restore the bucket, or start over under another run name"
@@ -263,9 +302,9 @@ class Checkpoints:
 
 
 def take_name(config: RunConfig) -> bool:
-    """Take the name of a new run, in a store that other machines reach too; whether it was free.
+    """Take the name of a new run, also against other machines that share the store; returns whether it was free.
 
-    It is not where a run of this name has committed anything, which would be resumed.
+    A name is not free if a run of this name has checkpoints, because the new run would resume them.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -278,17 +317,17 @@ def take_name(config: RunConfig) -> bool:
 
 
 def restored_folder(config: RunConfig) -> Path:
-    """Where the trainers of a pod find the checkpoint that they go on from, while they load it; see `once`."""
+    """The downloaded checkpoint while the trainers of a pod load it; see `download_once`."""
     return config.folder / "restored"
 
 
 def staging_folder(config: RunConfig, rank: int) -> Path:
-    """Where a trainer rank writes a checkpoint before it is uploaded; not in /tmp, because it is huge."""
+    """Where a trainer rank writes a checkpoint before the upload; not in /tmp, because it is huge."""
     return config.folder / f"{STAGING}{rank}"
 
 
 def clear_transit(config: RunConfig) -> None:
-    """Remove what trainers that failed or were killed leave of checkpoints on their way, to the store or from it."""
+    """Remove the partial downloads and uploads of checkpoints that failed or killed trainers left."""
     remove_download(restored_folder(config))
     for folder in config.folder.glob(f"{STAGING}*"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -304,6 +343,22 @@ def encode_state(state: Mapping[str, object]) -> bytes:
 
 @contextmanager
 def open_checkpoints(config: RunConfig, claim: Claim | None = None) -> Iterator[Checkpoints]:
-    """The checkpoints of a run, on the store that it is configured with."""
+    """The checkpoints of a run in its configured store."""
     with open_store(config.store, config.output) as store:
         yield Checkpoints(store, config.name, config.checkpoint.keep, claim)
+
+
+class Nowhere(io.BytesIO):
+    """A file that discards its content."""
+
+    def write(self, data: Any, /) -> int:
+        return len(data)
+
+
+def check_same(part: StoredObject, got: StoredObject, uri: str) -> None:
+    """Compare a downloaded part with the committed one."""
+    if (got.nbytes, got.sha256) != (part.nbytes, part.sha256):
+        raise CheckpointError(
+            f"checkpoint part {uri} is damaged: {got.nbytes} bytes with SHA-256 {got.sha256}, "
+            f"committed were {part.nbytes} with {part.sha256}"
+        )

@@ -1,10 +1,10 @@
-"""Who may write the checkpoints of a run: one attempt at a time, the newest.
+"""The lease of a run: only its holder, the newest attempt, may write checkpoints.
 
     runs/NAME/lease     {"attempt": 2, "owner": "9f2c...", "time": 1764.., "released": false}
 
-A pod that was believed lost may wake up and go on for a while. It finds the number of a newer attempt in the lease, and
-its commits are refused. The lease stays after its release, so that the number is not forgotten; `remove_lease` ends it.
-The same keeps two machines apart that share a store.
+A pod that was believed lost may continue for a while. It finds the number of a newer attempt in the lease, and its
+commits are refused. The lease remains after its release, because it stores the number; `remove_lease` removes it. Two
+machines that share a store are kept apart in the same way.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from tidemill.errors import CheckpointError, RunError, StoreError
-from tidemill.store.conditional_put import Record, Seen
-from tidemill.store.object_store import ObjectStore
+from tidemill.store.object_store import ObjectStore, TaggedContent
 
 log = logging.getLogger(__name__)
-TRIES = 10  # of a change, each lost to another process that changed the lease at the same moment
+TRIES = 10  # of a change, each lost to another process that changes the lease at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An attempt's claim on a run; crosses to the process that commits.
+    """An attempt's claim to a run, which is passed to the process that commits.
 
     Attributes:
         attempt: counted from 1.
-        owner: of this process, so that two of the same attempt are told apart, such as those of a cluster that was
-            suspended and made again.
+        owner: identifies the process among several of one attempt, as after a cluster was suspended and resumed.
     """
 
     attempt: int
@@ -41,12 +39,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What stands in the store.
+    """The content of the lease.
 
     Attributes:
-        attempt, owner: of the claim.
+        attempt, owner: of the claim that holds or held it.
         time: when it was taken or released, in seconds since 1970.
-        released: whether its owner has ended in order.
+        released: whether its owner has released it.
     """
 
     attempt: int
@@ -55,19 +53,19 @@ class Lease:
     released: bool = False
 
     @classmethod
-    def parse(cls, seen: Seen, where: str) -> Lease:
-        """Read what `to_bytes` made.
+    def parse(cls, data: bytes, uri: str) -> Lease:
+        """Read the result of `to_bytes`.
 
         Raises:
             StoreError: it is something else.
         """
         try:
-            return cls(**json.loads(seen.data))
+            return cls(**json.loads(data))
         except (ValueError, TypeError) as error:
-            raise StoreError(f"{where} is no lease of a run: {error}. Delete it once no attempt is left") from error
+            raise StoreError(f"{uri} is no lease of a run: {error}. Delete it once no attempt is left") from error
 
     def to_bytes(self) -> bytes:
-        """As it is stored."""
+        """The stored JSON."""
         return json.dumps(asdict(self)).encode()
 
     def is_of(self, claim: Claim) -> bool:
@@ -77,113 +75,107 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Lets through only who holds the lease of a run."""
+    """Refuses attempts that do not hold the lease of a run. All methods raise StoreError if the store fails."""
 
     store: ObjectStore
     run: str
     claim: Claim
 
     @property
-    def record(self) -> Record:
-        """The lease as an object."""
-        return Record(self.store, lease_key(self.run))
-
-    @property
     def uri(self) -> str:
-        """Of the lease."""
+        """Address of the lease."""
         return self.store.uri(lease_key(self.run))
 
+    def read(self) -> tuple[Lease | None, TaggedContent | None]:
+        """The lease, and its content for a conditional put; None if it does not exist."""
+        seen = self.store.read_tagged(lease_key(self.run))
+        return (None if seen is None else Lease.parse(seen.data, self.uri)), seen
+
+    def write(self, lease: Lease, seen: TaggedContent | None) -> bool:
+        """Replace the lease that was seen; False if another process changed it."""
+        return self.store.put_if_unchanged(lease_key(self.run), lease.to_bytes(), seen)
+
     def check(self) -> None:
-        """Refuse whoever does not hold the lease any more.
+        """Refuse an attempt that no longer holds the lease.
 
         Raises:
-            CheckpointError: naming the attempt that holds it now.
-            StoreError: the store cannot be reached.
+            CheckpointError: naming the attempt that holds it.
         """
-        seen = self.record.read()
-        lease = None if seen is None else Lease.parse(seen, self.uri)
+        lease, _ = self.read()
         if lease is None or not lease.is_of(self.claim):
-            raise CheckpointError(f"attempt {self.claim.attempt} of {self.run} commits nothing any more: {held(lease)}")
+            raise CheckpointError(f"attempt {self.claim.attempt} of {self.run} may not commit: {held(lease)}")
 
     def take(self) -> None:
-        """Take the lease, also from who has it: of several with the same number the last one to come goes on.
+        """Take the lease, also from its holder: among processes with the same number the last one gets it.
 
         Raises:
-            RunError: a newer attempt has or had it.
-            StoreError: the store cannot be reached.
+            RunError: a newer attempt holds or held it.
         """
         for _ in range(TRIES):
-            seen = self.record.read()
-            lease = None if seen is None else Lease.parse(seen, self.uri)
+            lease, seen = self.read()
             if lease is not None and lease.is_of(self.claim):
                 return
             if lease is not None and lease.attempt > self.claim.attempt:
-                raise RunError(f"attempt {self.claim.attempt} of {self.run} does not begin: {held(lease)} ({self.uri})")
-            if self.record.write(Lease(self.claim.attempt, self.claim.owner, time.time()).to_bytes(), seen):
+                raise RunError(f"attempt {self.claim.attempt} of {self.run} may not start: {held(lease)} ({self.uri})")
+            if self.write(Lease(self.claim.attempt, self.claim.owner, time.time()), seen):
                 return
-        raise RunError(f"{self.uri} changes so often that it cannot be taken: look who else runs {self.run}")
+        raise RunError(f"{self.uri} was changed by others {TRIES} times in a row: check which processes run {self.run}")
 
     def release(self) -> None:
-        """Give the lease back, if it is ours still.
-
-        Raises:
-            StoreError: the store cannot be reached.
-        """
-        seen = self.record.read()
-        lease = None if seen is None else Lease.parse(seen, self.uri)
+        """Release the lease, if the claim still holds it."""
+        lease, seen = self.read()
         if lease is not None and lease.is_of(self.claim):
-            self.record.write(replace(lease, time=time.time(), released=True).to_bytes(), seen)
+            self.write(replace(lease, time=time.time(), released=True), seen)
 
 
 def held(lease: Lease | None) -> str:
-    """Whose a lease is, in words."""
+    """The holder of a lease, in words."""
     if lease is None:
         return "its lease was removed"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.time))
-    did = "gave the lease back" if lease.released else "took the lease"
+    did = "released the lease" if lease.released else "took the lease"
     return f"attempt {lease.attempt} {did} at {when}"
 
 
 def next_claim(store: ObjectStore, run: str) -> Claim:
-    """A claim that goes before all there were, for attempts that nobody counts."""
-    fence = Fence(store, run, Claim(0, secrets.token_hex(8)))
-    seen = fence.record.read()
-    return replace(fence.claim, attempt=1 if seen is None else Lease.parse(seen, fence.uri).attempt + 1)
+    """A claim newer than all earlier ones, for attempts that are not numbered otherwise."""
+    claim = Claim(0, secrets.token_hex(8))
+    lease, _ = Fence(store, run, claim).read()
+    return replace(claim, attempt=1 if lease is None else lease.attempt + 1)
 
 
 def reserve(store: ObjectStore, run: str) -> bool:
-    """Leave a lease that nobody holds, so that no other machine begins a new run under this name.
+    """Create a lease without a holder, so that no other machine starts a new run of this name.
 
     Returns:
         Whether there was none.
 
     Raises:
-        RunError: the store neither has one nor takes one.
+        RunError: the store neither has a lease nor accepts one.
         StoreError: the store cannot be reached.
     """
-    record, lease = Record(store, lease_key(run)), Lease(0, secrets.token_hex(8), time.time(), released=True).to_bytes()
+    key, lease = lease_key(run), Lease(0, secrets.token_hex(8), time.time(), released=True).to_bytes()
     for _ in range(TRIES):
-        if record.write(lease, None):
+        if store.put_if_unchanged(key, lease, None):
             return True
-        if (seen := record.read()) is not None:
-            return seen.data == lease  # where an answer was lost, it was sent again and found itself
-    said = f"{store.uri(record.key)} is not there and cannot be made"
-    raise RunError(f"{said}: does {store.endpoint} know the condition If-None-Match of a put?")
+        if (seen := store.read_tagged(key)) is not None:
+            return seen.data == lease  # a put whose answer was lost is sent again and finds its own content
+    raise RunError(f"{store.uri(key)} cannot be created: does {store.endpoint} support a put with If-None-Match?")
 
 
 def lease_key(run: str) -> str:
-    """Where the lease of a run lies."""
+    """Key of the lease of a run."""
     return f"runs/{run}/lease"
 
 
 def remove_lease(store: ObjectStore, run: str) -> None:
-    """End the lease, whoever has it; one that is not there is fine."""
+    """Remove the lease, if there is one, whoever holds it."""
     store.delete(lease_key(run))
 
 
 @contextmanager
 def leased(store: ObjectStore, run: str, claim: Claim) -> Iterator[Fence]:
-    """Hold the lease of a run for the time of the body; see `Fence.take`."""
+    """Hold the lease of a run during the body; see `Fence.take`."""
     fence = Fence(store, run, claim)
     fence.take()
     try:
@@ -191,5 +183,5 @@ def leased(store: ObjectStore, run: str, claim: Claim) -> Iterator[Fence]:
     finally:
         try:
             fence.release()
-        except StoreError as error:  # the next attempt takes it over all the same, and why this one ended says more
-            log.warning("%s was not given back: %s", fence.uri, error)
+        except StoreError as error:  # the next attempt can take it, and the error of the body matters more
+            log.warning("%s was not released: %s", fence.uri, error)

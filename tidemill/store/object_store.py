@@ -1,6 +1,6 @@
 """Objects in an S3 bucket: MinIO, SeaweedFS, AWS, or the server that `store.server` starts.
 
-Transfers stream in parts of 16 MiB, so an object may be larger than memory, and are hashed while they pass.
+Transfers stream in parts of 16 MiB, so that an object may be larger than memory, and are hashed on the way.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -28,17 +29,19 @@ from tidemill.config.address import is_server
 from tidemill.errors import ConfigError, StoreError, StoreMissingError, StoreRefusedError
 
 PART_BYTES = 16 << 20
-CHUNK_BYTES = 256 << 10  # with 1 MiB the allocator returns every chunk to the system, which costs twice the time
-READ_TIMEOUT_S = 60.0  # of silence; a server that is busy joining parts says nothing for a while
-ATTEMPTS = 4  # of a download that breaks off; each goes on where the last one stopped
+CHUNK_BYTES = 256 << 10  # with 1 MiB the allocator returns every chunk to the system, which doubles the time
+READ_TIMEOUT_S = 60.0  # of silence; a server that joins the parts of an upload says nothing for a while
+ATTEMPTS = 4  # of a download that breaks off; each continues where the previous one stopped
+SIGNED_FOR = timedelta(minutes=15)  # a conditional put
 ACCESS_KEY, SECRET_KEY = "TIDEMILL_S3_ACCESS_KEY", "TIDEMILL_S3_SECRET_KEY"
 REFUSED = frozenset({"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecretKey"})
 MISSING = frozenset({"NoSuchKey", "NoSuchBucket", "ResourceNotFound"})
+CONDITION_FAILED = frozenset({404, 409, 412})  # the object is gone, is written at this moment, or has changed
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that was transferred: `key`, size in bytes, and hexadecimal SHA-256 of its content."""
+    """A transferred object: `key`, size in bytes, and hexadecimal SHA-256 of its content."""
 
     key: str
     nbytes: int
@@ -53,10 +56,23 @@ class ListedObject:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class TaggedContent:
+    """The content of an object at one moment, and the entity tag that the server gave it.
+
+    Servers derive the tag from the content: an object that returns to an earlier content has its earlier tag again.
+    """
+
+    data: bytes
+    tag: str
+
+
 class Patience(urllib3.Retry):
-    """How often a request is tried: one that fails at once, as while a server starts, so often that this outlasts a
-    restart; one that nobody answers counts for three, so that a server that hangs is told of before the deadlines of
-    those who wait for it, such as `sync.timeout_s`.
+    """Limits the attempts of a request.
+
+    A request that fails at once, as while a server starts, is repeated until a restart is over. A request without an
+    answer counts as three attempts, so that a server that hangs is reported before the deadlines of its callers, such
+    as `sync.timeout_s`.
     """
 
     SILENCE = 3
@@ -70,7 +86,7 @@ class Patience(urllib3.Retry):
         _pool: ConnectionPool | None = None,
         _stacktrace: TracebackType | None = None,
     ) -> Self:
-        """The patience that is left after a try; see `urllib3.Retry.increment`."""
+        """The retries that are left after an attempt; see `urllib3.Retry.increment`."""
         left = super().increment(method, url, response, error, _pool, _stacktrace)
         if isinstance(error, ReadTimeoutError) and left.total is not None:
             left.total = max(0, left.total - (self.SILENCE - 1))
@@ -78,7 +94,7 @@ class Patience(urllib3.Retry):
 
 
 class HashingReader:
-    """Reads a file and hashes what was read, for clients that only know `read`."""
+    """A file for `put_object`, hashed while it is read."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest = file, hashlib.sha256()
@@ -102,7 +118,7 @@ class ObjectStore:
 
     @classmethod
     def connect(cls, endpoint_url: str, bucket: str, access_key: str, secret_key: str) -> ObjectStore:
-        """Reach the server and make the bucket if it does not exist; gives up after about 10 s."""
+        """Connect to a server and create the bucket if it does not exist; gives up after about 10 s."""
         probe = cls(make_client(endpoint_url, access_key, secret_key, patient=False), endpoint_url, bucket)
         with probe.explained(f"bucket {bucket}"):
             if not probe.client.bucket_exists(bucket_name=bucket):
@@ -110,7 +126,7 @@ class ObjectStore:
         return cls(make_client(endpoint_url, access_key, secret_key, patient=True), endpoint_url, bucket)
 
     def make_bucket(self) -> None:
-        """Make the bucket; that another process was faster is fine."""
+        """Create the bucket; another process may create it at the same time."""
         try:
             self.client.make_bucket(bucket_name=self.bucket)
         except S3Error:
@@ -144,14 +160,50 @@ class ObjectStore:
             )
         return StoredObject(key, nbytes, reader.digest.hexdigest())
 
+    def read_tagged(self, key: str) -> TaggedContent | None:
+        """A small object with its tag; None if it does not exist."""
+        with self.explained(self.uri(key)):
+            try:
+                response = self.client.get_object(bucket_name=self.bucket, object_name=key)
+            except S3Error as error:
+                if error.code in MISSING:
+                    return None
+                raise
+            try:
+                return TaggedContent(response.read(), str(response.headers["etag"]))
+            finally:
+                response.close()
+                response.release_conn()
+
+    def put_if_unchanged(self, key: str, data: bytes, seen: TaggedContent | None) -> bool:
+        """Replace the content that was seen, or create the object if `seen` is None: compare and swap.
+
+        A put whose answer was lost is sent again and then finds its own content. A caller that must tell this from
+        another writer reads the object after a False.
+
+        Returns:
+            False if the object has another content.
+        """
+        # `put_object` cannot send the header of a condition, but a signed URL takes it.
+        condition = {"If-None-Match": "*"} if seen is None else {"If-Match": seen.tag}
+        with self.explained(self.uri(key)), make_pool(patient=True) as pool:
+            url = self.client.presigned_put_object(bucket_name=self.bucket, object_name=key, expires=SIGNED_FOR)
+            response = pool.request("PUT", url, body=data, headers=condition)
+        if response.status == 200:
+            return True
+        if response.status in CONDITION_FAILED:
+            return False
+        answer = response.data.decode(errors="replace")[:300]
+        raise StoreError(f"{self.uri(key)} at {self.endpoint}: HTTP {response.status}: {answer}")
+
     def get_bytes(self, key: str) -> bytes:
-        """A small object, whole."""
+        """The content of a small object."""
         buffer = io.BytesIO()
         self.receive(key, buffer)
         return buffer.getvalue()
 
     def get_file(self, key: str, path: Path) -> StoredObject:
-        """Download to `path`, which appears only when it is complete; missing parents are made."""
+        """Download to `path`, which appears only when it is complete; missing parents are created."""
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,12 +217,12 @@ class ObjectStore:
                 f"cannot write {path} while downloading {self.uri(key)}: {error}. Free space or choose another folder."
             ) from error
         finally:
-            with suppress(OSError):  # the file system may refuse this too, and the first error says more
+            with suppress(OSError):  # a second error of the file system would hide the first one
                 part.unlink(missing_ok=True)
         return stored
 
     def receive(self, key: str, file: BinaryIO) -> StoredObject:
-        """Write an object to `file`, going on where a broken connection left off."""
+        """Write an object to `file`; continues after a broken connection."""
         received, digest = 0, hashlib.sha256()
         for attempt in range(ATTEMPTS):
             with self.explained(self.uri(key)):
@@ -204,12 +256,26 @@ class ObjectStore:
         return tuple(self.get_file(item.key, folder / relative_path(item.key, prefix)) for item in listed)
 
     def list(self, prefix: str, after: str = "") -> tuple[ListedObject, ...]:
-        """All objects below the folder `prefix` ("" is the whole bucket) with keys behind `after`, ordered by key."""
+        """All objects below the folder `prefix` ("" is the whole bucket) with keys after `after`, ordered by key."""
+        return tuple(sorted(self.iterate(prefix, after), key=lambda item: item.key))
+
+    def iterate(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
+        """The objects of `list` in the order of the server, page by page."""
         where = {"prefix": as_folder(prefix), "start_after": after or None, "recursive": True}
         with self.explained(self.uri(prefix)):
-            found = self.client.list_objects(bucket_name=self.bucket, **where)
-            listed = [ListedObject(item.object_name, item.size) for item in found if not item.is_dir]
-        return tuple(sorted(listed, key=lambda item: item.key))
+            for item in self.client.list_objects(bucket_name=self.bucket, **where):
+                if not item.is_dir:
+                    yield ListedObject(item.object_name, item.size)
+
+    def folders(self, prefix: str) -> tuple[str, ...]:
+        """Names of the folders directly below the folder `prefix`.
+
+        SeaweedFS also lists folders whose objects are deleted.
+        """
+        where = as_folder(prefix)
+        with self.explained(self.uri(prefix)):
+            found = self.client.list_objects(bucket_name=self.bucket, prefix=where)
+            return tuple(item.object_name.removeprefix(where).rstrip("/") for item in found if item.is_dir)
 
     def exists(self, key: str) -> bool:
         """Whether there is an object under exactly this key."""
@@ -223,12 +289,12 @@ class ObjectStore:
         return True
 
     def delete(self, key: str) -> None:
-        """Remove one object; one that is not there is fine."""
+        """Remove an object, if it exists."""
         with self.explained(self.uri(key)):
             self.client.remove_object(bucket_name=self.bucket, object_name=key)
 
     def delete_prefix(self, prefix: str) -> int:
-        """Remove every object below the folder `prefix`; returns how many there were."""
+        """Remove all objects below the folder `prefix`; returns their number."""
         if not prefix.strip("/"):
             raise StoreError(f"refusing to delete all of bucket {self.bucket}: name a prefix")
         doomed = [DeleteObject(item.key) for item in self.list(prefix)]
@@ -239,7 +305,7 @@ class ObjectStore:
 
     @contextmanager
     def explained(self, subject: str) -> Iterator[None]:
-        """Turn what the client raises into one message for the user."""
+        """Turn the errors of the client into one message for the user."""
         try:
             yield
         except S3Error as error:
@@ -255,39 +321,52 @@ class ObjectStore:
 
 
 def kind_of(error: S3Error) -> type[StoreError]:
-    """The class of what the server said."""
+    """The class for an answer of the server."""
     if error.code in REFUSED:
         return StoreRefusedError
     return StoreMissingError if error.code in MISSING else StoreError
 
 
 def advice(error: S3Error) -> str:
-    """What the server said, and what to do about it."""
-    said = f"{error.code}: {error.message}"
+    """The answer of the server, and what to do about it."""
+    answer = f"{error.code}: {error.message}"
     if error.code in REFUSED:
         return (
-            f"{said} Check the keys in {ACCESS_KEY} and {SECRET_KEY} (in pods: of kubernetes.store_secret), and what "
-            "they may do in this bucket."
+            f"{answer} Check the keys in {ACCESS_KEY} and {SECRET_KEY} (in pods: of kubernetes.store_secret), and "
+            "their rights in this bucket."
         )
     if error.code in MISSING:
-        return f"{said} Check the name; it may have been deleted."
-    return said
+        return f"{answer} Check the name; it may have been deleted."
+    return answer
 
 
-def make_client(endpoint_url: str, access_key: str, secret_key: str, *, patient: bool) -> Any:
-    """A client whose waits are bounded: about 10 s, or when `patient` long enough to outlast a server's restart, a
-    minute, and three minutes where a server takes requests and does not answer.
-    """
+def make_client(
+    endpoint_url: str, access_key: str, secret_key: str, *, patient: bool, read_timeout_s: float = READ_TIMEOUT_S
+) -> Any:
+    """A client whose waits are bounded; see `make_pool`."""
     secure, host = parse_endpoint(endpoint_url)
-    # A starting MinIO asks to come back in a minute, and its word for an error is worth more than the retry's.
+    pool = make_pool(patient=patient, read_timeout_s=read_timeout_s)
+    return Minio(endpoint=host, access_key=access_key, secret_key=secret_key, secure=secure, http_client=pool)
+
+
+def make_pool(*, patient: bool, read_timeout_s: float = READ_TIMEOUT_S) -> urllib3.PoolManager:
+    """Connections that give up after about 10 s.
+
+    Patient connections outlast the restart of a server: they give up after a minute, or after three minutes if the
+    server accepts requests and does not answer.
+
+    Args:
+        patient: whether to outlast a restart.
+        read_timeout_s: silence that counts as no answer, of patient connections.
+    """
+    # A starting MinIO asks to come back in a minute. Its own error says more than that of the retry.
     retries = Patience(6, backoff_factor=0.5, respect_retry_after_header=False, raise_on_status=False)
     if patient:
         retries.status_forcelist = {500, 502, 503, 504}
     else:
         retries.total = 1
-    timeout = urllib3.Timeout(connect=4, read=READ_TIMEOUT_S if patient else 5)
-    pool = urllib3.PoolManager(maxsize=16, timeout=timeout, retries=retries, ca_certs=os.environ.get("SSL_CERT_FILE"))
-    return Minio(endpoint=host, access_key=access_key, secret_key=secret_key, secure=secure, http_client=pool)
+    timeout = urllib3.Timeout(connect=4, read=read_timeout_s if patient else 5)
+    return urllib3.PoolManager(maxsize=16, timeout=timeout, retries=retries, ca_certs=os.environ.get("SSL_CERT_FILE"))
 
 
 def parse_endpoint(endpoint_url: str) -> tuple[bool, str]:
@@ -297,7 +376,7 @@ def parse_endpoint(endpoint_url: str) -> tuple[bool, str]:
         StoreError: it is something else.
     """
     if not is_server(endpoint_url, bare=True):
-        raise StoreError(f"endpoint {endpoint_url!r} is not an address of the form http(s)://host:port: mend it")
+        raise StoreError(f"endpoint {endpoint_url!r} is not an address of the form http(s)://host:port: fix it")
     url = urlsplit(endpoint_url)
     return url.scheme == "https", url.netloc
 
@@ -310,7 +389,7 @@ def parse_uri(uri: str) -> tuple[str, str]:
     """
     bucket, slash, key = uri.removeprefix("s3://").partition("/")
     if not uri.startswith("s3://") or not bucket or not slash or not key:
-        raise StoreError(f"{uri!r} is not of the form s3://bucket/key: mend it")
+        raise StoreError(f"{uri!r} is not of the form s3://bucket/key: fix it")
     return bucket, key
 
 
