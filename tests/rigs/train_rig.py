@@ -15,8 +15,8 @@ from tidemill.config.training import AlgorithmConfig, TrainerConfig
 from tidemill.records import Float32Array, Group, Prompt, Rollout, VersionSpan
 from tidemill.train.batch import MicroBatch, micro_batches
 from tidemill.train.policy import PolicyRank
+from tidemill.train.sharding import World
 from tidemill.train.tree import pack_group
-from tidemill.train.world import World
 
 VOCABULARY = 97
 TEMPERATURE = 0.7

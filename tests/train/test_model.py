@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tidemill.errors import ModelError
-from tidemill.train.model import load_model, outline_model
+from tidemill.train.model import load_meta_model, load_model
 from tidemill.train.tensor_file import write_tensors
 
 
@@ -151,5 +151,5 @@ def test_no_forward_pass_is_random_whatever_the_config_says(tmp_path: Path, save
     for policy in (checkpointing, checkpointing):
         torch.testing.assert_close(policy.forward(policy.network, batches[0]).detach().numpy(), expected)
     config = json.loads((tmp_path / "config.json").read_text())
-    outline = outline_model(tmp_path, gradient_checkpointing=True)
+    outline = load_meta_model(tmp_path, gradient_checkpointing=True)
     assert outline.training and 0.5 in config.values() and 0.5 not in outline.config.to_dict().values()

@@ -5,7 +5,6 @@ import torch
 from copies import Copies
 from torch import nn
 
-from tidemill.train.shards import places
 from tidemill.train.version_start import VersionStart
 
 NBYTES = 4 * (3 * 2 + 2)
@@ -14,7 +13,7 @@ NBYTES = 4 * (3 * 2 + 2)
 def make_start(steps: int, *, kept: bool = True) -> tuple[nn.Linear, VersionStart]:
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
-    return layer, VersionStart(places(layer), steps, kept=kept)
+    return layer, VersionStart(layer, steps, kept=kept)
 
 
 def update(layer: nn.Linear, start: VersionStart, version: int) -> int:
@@ -51,7 +50,7 @@ def test_later_versions_reuse_the_memory_of_the_first() -> None:
     pointers = []
     for version in (0, 0, 1, 1):
         update(layer, start, version)
-        pointers.append({name: copy.data_ptr() for name, copy in start.copies.items()})
+        pointers.append([copy.data_ptr() for copy in start.copies.values()])
     assert all(found == pointers[0] for found in pointers)
 
 
@@ -59,11 +58,13 @@ def test_exchanging_moves_references_and_no_tensor() -> None:
     layer, start = make_start(3)
     before = layer.weight.detach().clone()
     update(layer, start, 0)
-    present, kept = layer.weight.data_ptr(), start.copies["weight"].data_ptr()
+    weight = layer.weight  # the object that an optimizer has
+    present, kept = weight.data_ptr(), start.copies[weight].data_ptr()
     with Copies([*layer.parameters(), *start.copies.values()]) as copies, start.exchanged():
         assert layer.weight.data_ptr() == kept
         assert torch.equal(layer.weight, before)
     assert (layer.weight.data_ptr(), copies.nbytes) == (present, 0)
+    assert layer.weight is weight
     assert torch.equal(layer.weight, before + 1)
 
 
@@ -81,7 +82,7 @@ def test_steps_of_a_version_are_counted_as_shares() -> None:
     shares = []
     for version in (2, 2, 2, 2, 3):
         start.enter(version)
-        shares.append((start.is_present, start.done))
+        shares.append((start.is_current, start.done))
         update(layer, start, version)
     assert shares == [(True, 0.0), (False, 0.25), (False, 0.5), (False, 0.75), (True, 0.0)]
 
@@ -91,4 +92,16 @@ def test_replaced_parameters_begin_a_version() -> None:
     update(layer, start, 2)
     start.forget()
     start.enter(2)
-    assert start.is_present
+    assert start.is_current
+
+
+def test_a_tied_parameter_stays_tied() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    start = VersionStart(model, 2, kept=True)
+    start.enter(0)
+    start.keep()
+    assert len(start.copies) == 1
+    with start.exchanged():
+        assert model["head"].weight is model["embedding"].weight is start.copies[start.parameters["head.weight"]]
+    assert model["head"].weight is model["embedding"].weight

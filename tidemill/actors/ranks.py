@@ -67,7 +67,7 @@ class RankActor:
             init_method: where the ranks meet, if there are several.
         """
         from tidemill.train.policy import PolicyRank
-        from tidemill.train.world import World
+        from tidemill.train.sharding import World
 
         remove_download(self.restored)  # of an attempt that was killed: the same version may be committed anew since
         self.policy = PolicyRank(

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.errors import ModelError
+from tidemill.train.logprobs import attention_mask, token_log_probs
 from tidemill.train.tensor_file import write_tensors
 
 WEIGHTS = "model.safetensors"
+LOGITS_BYTES = 256 << 20
 # Tokenizer, chat template and generation config; weights and their index are written anew.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
 WRITTEN = frozenset({"config.json"})
@@ -38,7 +40,11 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
         # Of a model that sees images too, the settings of the language model lie a level deeper.
         refuse_unsupported(folder, config.to_dict() | config.get_text_config().to_dict())
         model = AutoModelForCausalLM.from_pretrained(
-            folder, config=still(config), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            folder,
+            config=disable_dropout(config),
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
         )
     except ModelError:
         raise
@@ -49,9 +55,9 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
     return model
 
 
-def outline_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
+def load_meta_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
     """What `load_model` returns, with shapes instead of values (tensors on the device `meta`)."""
-    config = still(AutoConfig.from_pretrained(folder, local_files_only=True))
+    config = disable_dropout(AutoConfig.from_pretrained(folder, local_files_only=True))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     prepare(model, gradient_checkpointing)
@@ -102,7 +108,7 @@ def refuse_architecture(folder: Path, model: Any) -> None:
         raise ModelError(f"{folder}: a language model head with a bias is not supported")
 
 
-def still(config: Any) -> Any:
+def disable_dropout(config: Any) -> Any:
     """The config with all that would make a forward pass random at 0: the engines sample without it.
 
     Dropout and the jitter of routers are set here, before the model is built, because its layers take them from the
@@ -142,3 +148,56 @@ def copy_companions(folder: Path, source: Path) -> None:
     config.pop("torch_dtype", None)  # the older name of the same setting
     text = json.dumps(config | {"dtype": "bfloat16"}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+class Network(nn.Module):
+    """A causal language model with the projection onto chosen tokens.
+
+    One module, because a model whose parameters are spread over ranks has them only while a module's forward runs.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        """Wrap a model.
+
+        Args:
+            model: Hugging Face causal language model, float32.
+            dtype: of matrix products; all else is computed in float32 (autocast).
+        """
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        ends: Tensor,
+        predictors: Tensor,
+        inverse: Tensor,
+        target_ids: Tensor,
+        temperature: float,
+    ) -> Tensor:
+        """Log-probs of the targets.
+
+        Args:
+            ids: `[B, T]` int64, tokens.
+            positions: `[B, T]` int64, distance of each from the root of its tree, see `train.tree`.
+            ends: `[B, T]` int64, where the subtree of each ends.
+            predictors: `[U]` int64, positions in `[B * T]` whose output is needed.
+            inverse: `[K]` int64, which of the predictors predicts a target.
+            target_ids: `[K]` int64.
+            temperature: of the distribution.
+
+        Returns:
+            `[K]` float32.
+        """
+        hidden = self.hidden(ids, positions, attention_mask(ends)).flatten(0, 1)[predictors]
+        weight = self.model.get_output_embeddings().weight
+        chunk = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
+        return token_log_probs(hidden, weight, inverse, target_ids, temperature=temperature, chunk=chunk)
+
+    def hidden(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """`[B, T, H]` output of the last layer, normalised."""
+        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        hidden: Tensor = output.last_hidden_state
+        return hidden.to(self.dtype)

@@ -1,6 +1,6 @@
 """One rank of the policy: forward, loss, gradient, optimizer step, and its files.
 
-Ranks share out the rows of a step and, when there are several, the parameters too (`train.shards`). A loss is
+Ranks share out the rows of a step and, when there are several, the parameters too (`train.sharding`). A loss is
 normalised by the denominator of the whole optimizer step, so gradients are summed over ranks, not averaged.
 """
 
@@ -27,12 +27,10 @@ from tidemill.train import state
 from tidemill.train.batch import MicroBatch
 from tidemill.train.correction import behaviour_weights, log_linear
 from tidemill.train.losses import kl_penalty, ppo_clip
-from tidemill.train.model import frozen_copy, load_model, outline_model, write_folder
-from tidemill.train.network import Network
-from tidemill.train.shards import places, spread, whole
+from tidemill.train.model import Network, frozen_copy, load_meta_model, load_model, write_folder
+from tidemill.train.sharding import World, full_tensor, shard_model
 from tidemill.train.tally import Tally
 from tidemill.train.version_start import VersionStart
-from tidemill.train.world import World
 from tidemill.weights.mapped_weights import MappedWeights
 
 # What a rank without rows computes while others do, because all ranks have to take part: it adds exactly nothing.
@@ -74,15 +72,15 @@ class PolicyRank:
         self.temperature, self.world, self.updates = temperature, world or World(), 0
         self.device = self.world.device
         self.dtype = compute_dtype(trainer.precision, self.device)
-        load = load_model if self.world.rank == 0 else outline_model  # `spread` hands the values out
+        load = load_model if self.world.rank == 0 else load_meta_model  # `shard_model` broadcasts the values
         self.model = load(self.model_path, trainer.gradient_checkpointing)
         reference = frozen_copy(self.model) if algorithm.kl_loss_coef > 0 else None
-        self.world.join(trainer.get_timeout_s)
+        self.world.init_process_group(trainer.get_timeout_s)
         self.network = self.place(self.model)
         self.reference = None if reference is None else self.place(reference)
         self.parameters = dict(self.model.named_parameters())
         self.exports = MappedWeights()
-        self.start = VersionStart(places(self.network), steps_per_version, kept=algorithm.keeps_version_start)
+        self.start = VersionStart(self.network, steps_per_version, kept=algorithm.keeps_version_start)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, fused=True
         )
@@ -92,7 +90,7 @@ class PolicyRank:
         network = Network(model, self.dtype)
         if self.world.size == 1:
             return network.to(self.device)
-        spread(network, self.world)
+        shard_model(network, self.world, self.dtype)
         return network
 
     def update(self, micro_batches: Sequence[MicroBatch], denominator: float, version: int = 0) -> dict[str, float]:
@@ -135,7 +133,7 @@ class PolicyRank:
 
     def start_log_probs(self, micro_batches: Sequence[MicroBatch], timings: Timings) -> Sequence[Float32Array | None]:
         """`[K]` log-probs under the parameters that the version began with; None if they are the present ones."""
-        if not self.algorithm.keeps_version_start or self.start.is_present:
+        if not self.algorithm.keeps_version_start or self.start.is_current:
             return [None] * len(micro_batches)
         with timings.phase("old_log_prob"), self.start.exchanged():
             return self.log_probs(micro_batches)
@@ -212,7 +210,7 @@ class PolicyRank:
 
     def step(self, rate: float) -> float:
         """Clip the gradient, which is of all ranks already, and update; returns its norm before clipping."""
-        norm = whole(get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None]))
+        norm = full_tensor(get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None]))
         if not math.isfinite(norm.item()):
             self.optimizer.zero_grad(set_to_none=True)
             raise RunError(
@@ -256,7 +254,7 @@ class PolicyRank:
 
         All ranks call this, and `save_model` and `save_state`, at once; the first one writes, the others return 0.
         """
-        return self.exports.write(self.written(path), self.parameters, dtype, whole)
+        return self.exports.write(self.written(path), self.parameters, dtype, full_tensor)
 
     def save_model(self, folder: str | Path) -> None:
         """Write a bfloat16 Hugging Face folder that transformers and vLLM load as it is."""
@@ -287,4 +285,4 @@ class PolicyRank:
 
     def close(self) -> None:
         """Leave the other ranks."""
-        self.world.leave()
+        self.world.destroy_process_group()

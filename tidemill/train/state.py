@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tidemill.errors import CheckpointError
-from tidemill.train.shards import kept_rows, spread_as
+from tidemill.train.sharding import local_rows, shard_like
 from tidemill.train.tensor_file import write_tensors
 
 TENSORS, PROGRESS = "trainer.safetensors", "trainer.json"
@@ -63,11 +63,11 @@ def fill(tensors: Any, parameters: Parameters, optimizer: torch.optim.Optimizer)
     """Take every tensor from the file, one at a time, and read of each only what this rank keeps."""
     names = set(tensors.keys())
     for name, parameter in parameters.items():
-        rows = kept_rows(parameter)
-        parameter.copy_(spread_as(tensors.get_slice(f"parameter.{name}")[rows], parameter))
+        rows = local_rows(parameter)
+        parameter.copy_(shard_like(tensors.get_slice(f"parameter.{name}")[rows], parameter))
         optimizer.state.pop(parameter, None)
         if f"exp_avg.{name}" in names:  # none before the first update
-            moments = {kind: spread_as(tensors.get_slice(f"{kind}.{name}")[rows], parameter) for kind in MOMENTS}
+            moments = {kind: shard_like(tensors.get_slice(f"{kind}.{name}")[rows], parameter) for kind in MOMENTS}
             optimizer.state[parameter] = moments | {STEP: tensors.get_tensor(f"{STEP}.{name}").to(parameter.device)}
     torch.set_rng_state(tensors.get_tensor(RNG))
     if CUDA_RNG in names and torch.cuda.is_available():

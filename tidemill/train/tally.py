@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.config.training import AlgorithmConfig, OldLogProb
-from tidemill.train.world import World
+from tidemill.train.sharding import World
 
 SUMS = ("loss", "tokens", "ratio", "clipped", "kl")
 CORRECTION_SUMS: Mapping[OldLogProb, tuple[str, ...]] = {
@@ -46,9 +46,9 @@ class Tally:
 
     def reduce(self, world: World) -> None:
         """Count all ranks together."""
-        self.sums = world.reduce(self.sums)
+        self.sums = world.all_reduce(self.sums)
         if "weight" in self.names:
-            self.weight_max = world.reduce(self.weight_max, dist.ReduceOp.MAX)
+            self.weight_max = world.all_reduce(self.weight_max, dist.ReduceOp.MAX)
 
     @property
     def totals(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tidemill.train.shards import whole
+from tidemill.train.sharding import full_tensor
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 ALIGNMENT = 8
@@ -31,7 +31,7 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], dtype: torch
     """
     if path is None:
         for tensor in tensors.values():
-            whole(tensor.to(dtype or tensor.dtype))
+            full_tensor(tensor.to(dtype or tensor.dtype))
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -39,7 +39,7 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], dtype: torch
         with partial.open("wb") as file:
             file.write(header(tensors, dtype))
             for tensor in tensors.values():
-                file.write(payload(whole(tensor.to(dtype or tensor.dtype))))
+                file.write(payload(full_tensor(tensor.to(dtype or tensor.dtype))))
         nbytes = partial.stat().st_size
         partial.replace(path)
     finally:

@@ -1,43 +1,43 @@
-"""The parameters that the present policy version began with.
+"""The parameters that the current policy version started with.
 
     version 4                                  version 5
     step 0           step 1       step 2       step 0
-    start = present  start kept   start kept   start = present
+    start = current  start kept   start kept   start = current
     copy, update     update       update       copy, update
 
-While a version's first step computes, its start and the present parameters are the same, so nothing is kept and nothing
-is computed twice. They are copied, once a version, right before that step changes them; with one step a version never.
-To compute with the start, references are exchanged: no tensor moves. A rank does so with the rows that it keeps.
+In the first step of a version, its start equals the current parameters, so nothing is stored or computed twice. They
+are copied once per version, right before the first step changes them; with one step per version, never. To compute with
+the start, the network exchanges its `Parameter` objects by reference: no tensor is copied. The exception are parameters
+whose first dimension the number of ranks does not divide, because FSDP stores them padded and pads them anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-
-from tidemill.train.shards import Place
+from torch import nn
 
 
 class VersionStart:
-    """Counts the optimizer steps of a version, and keeps the parameters it began with if they are asked for."""
+    """Counts the optimizer steps of a version, and keeps the parameters it started with if they are needed."""
 
-    def __init__(self, places: Mapping[str, Place], steps: int, *, kept: bool) -> None:
+    def __init__(self, network: nn.Module, steps: int, *, kept: bool) -> None:
         """Begin before the first version.
 
         Args:
-            places: of the parameters of this rank, which an optimizer changes in place.
-            steps: optimizer steps of a version.
-            kept: whether `exchanged` will be asked for.
+            network: sharded or not; an optimizer changes its parameters in place.
+            steps: optimizer steps per version.
+            kept: whether `exchanged` is going to be used.
         """
-        self.places, self.steps, self.kept = places, steps, kept
+        self.network, self.steps, self.kept = network, steps, kept
         self.version, self.step = -1, 0
-        self.copies: dict[str, Tensor] = {}
+        self.parameters = dict(network.named_parameters(remove_duplicate=False))  # a tied one has several names
+        self.copies: dict[nn.Parameter, nn.Parameter] = {}
 
     def enter(self, version: int) -> None:
-        """The coming step trains this version; a new one begins with the present parameters."""
+        """The coming step trains `version`; a new version starts with the current parameters."""
         if version != self.version:
             self.version, self.step = version, 0
 
@@ -46,7 +46,7 @@ class VersionStart:
         self.step += 1
 
     def forget(self) -> None:
-        """The parameters were replaced: whatever version comes next begins with them."""
+        """The parameters were replaced: the next version, whatever its number, starts with them."""
         self.version = -1
 
     @property
@@ -55,32 +55,31 @@ class VersionStart:
         return self.step / self.steps
 
     @property
-    def is_present(self) -> bool:
-        """Whether the version's start is the present parameters."""
+    def is_current(self) -> bool:
+        """Whether the version's start equals the current parameters."""
         return self.step == 0
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the present parameters, if they are the start and later steps will ask for it."""
-        if not self.kept or not self.is_present or self.steps == 1:
+        """Copy the current parameters, if they are the version's start and later steps need it."""
+        if not self.kept or not self.is_current or self.steps == 1:
             return
-        for name, place in self.places.items():
-            if name in self.copies:
-                self.copies[name].copy_(place.tensor)
+        for parameter in self.network.parameters():
+            if parameter in self.copies:
+                self.copies[parameter].copy_(parameter)
             else:
-                self.copies[name] = place.tensor.clone()
+                self.copies[parameter] = nn.Parameter(parameter.detach().clone())
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Inside, the model computes with the version's start."""
+        """Within the context, the network computes with the version's start."""
         assert self.copies, f"version {self.version} has more than its {self.steps} steps"
-        self.exchange()
         try:
+            self.assign({name: self.copies[parameter] for name, parameter in self.parameters.items()})
             yield
         finally:
-            self.exchange()
+            self.assign(self.parameters)
 
-    def exchange(self) -> None:
-        """Exchange the kept and the present parameters, by reference."""
-        for name, place in self.places.items():
-            place.tensor, self.copies[name] = self.copies[name], place.tensor
+    def assign(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Replace the network's `Parameter` objects; FSDP takes over the new ones in its hook of `load_state_dict`."""
+        self.network.load_state_dict(parameters, strict=False, assign=True)  # buffers are not part of it
