@@ -1,15 +1,12 @@
-"""The one policy for retries and waits: how long a run is patient with the services around it, and how it waits.
-
-Every wait has a deadline. Clock and sleep are arguments, so that tests need no real time.
-"""
+"""The policy for retries and waits of synchronous code. Every wait has a deadline."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, retry_if_not_result, wait_fixed
+from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type, retry_if_not_result, wait_fixed
 
 OUTAGE_S = 900.0
 """How long a service around a run may be unreachable before a step of the pipeline fails, in seconds."""
@@ -26,19 +23,20 @@ def retrying(
     sleep: Callable[[float], None] = time.sleep,
     before_sleep: Callable[[RetryCallState], None] | None = None,
 ) -> Retrying:
-    """Repeat a call while it raises one of `errors`, for `limit_s` seconds; then its last error is raised.
+    """Repeat a call while it raises one of `errors`, for `limit_s` seconds; then raise its last error.
 
     Example: `retrying(StoreError, 60.0, 1.0)(store.get_bytes, key)`.
+
+    Args:
+        errors: all others are raised at once.
+        limit_s: after this time no call begins, in seconds.
+        every_s: between a failure and the next call, in seconds.
+        now: clock; with `sleep` an argument, so that tests need no real time.
+        sleep: waits.
+        before_sleep: is called after each failure that is followed by another call.
     """
-    deadline = now() + limit_s
-    return Retrying(
-        retry=retry_if_exception_type(errors),
-        wait=wait_fixed(every_s),
-        stop=lambda _: now() >= deadline,
-        sleep=sleep,
-        before_sleep=before_sleep,
-        reraise=True,
-    )
+    policy = within(limit_s, every_s, now, sleep)
+    return Retrying(retry=retry_if_exception_type(errors), before_sleep=before_sleep, reraise=True, **policy)
 
 
 def wait_for(
@@ -49,13 +47,18 @@ def wait_for(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call `ready` until it returns something true, for `limit_s` seconds; returns its last value."""
+    """Call `ready` until its result is true, for `limit_s` seconds; returns the last result.
+
+    An error of `ready` ends the wait. The other arguments are those of `retrying`.
+    """
+    try:
+        return Retrying(retry=retry_if_not_result(bool), **within(limit_s, every_s, now, sleep))(ready)
+    except RetryError as error:
+        last: T = error.last_attempt.result()
+        return last
+
+
+def within(limit_s: float, every_s: float, now: Callable[[], float], sleep: Callable[[float], None]) -> dict[str, Any]:
+    """Arguments of `Retrying` for calls at fixed intervals up to a deadline."""
     deadline = now() + limit_s
-    polling = Retrying(
-        retry=retry_if_not_result(bool),
-        wait=wait_fixed(every_s),
-        stop=lambda _: now() >= deadline,
-        sleep=sleep,
-        retry_error_callback=lambda state: state.outcome.result() if state.outcome else ready(),
-    )
-    return polling(ready)
+    return {"wait": wait_fixed(every_s), "stop": lambda _: now() >= deadline, "sleep": sleep}
