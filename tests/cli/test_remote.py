@@ -79,7 +79,7 @@ def test_status_shows_what_pods_wait_for(rig: Rig) -> None:
     assert "starting: 0 of 3 pods ready" in lines(rig)
     assert f"pod {rig.job()}-cluster-head waits: ErrImagePull: not found" in lines(rig)
     rig.clock.sleep(60)
-    assert "cannot get its image" in lines(rig)
+    assert "cannot pull its image" in lines(rig)
 
 
 def test_status_tells_why_a_run_failed_when_its_cluster_is_gone(rig: Rig) -> None:
@@ -100,7 +100,7 @@ def test_status_tells_why_a_run_failed_when_its_cluster_is_gone(rig: Rig) -> Non
 def test_status_warns_of_a_run_that_nobody_watches(rig: Rig) -> None:
     rig.watcher().provision()
     rig.clock.sleep(1200)
-    assert "nobody has watched it for 20 min" in lines(rig)
+    assert "its watcher has been silent for 20 min" in lines(rig)
 
 
 def test_status_all_lists_runs_and_says_when_there_is_none(rig: Rig) -> None:
@@ -172,8 +172,10 @@ def test_reap_tells_what_and_why(rig: Rig) -> None:
     rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "32503680000"}
     assert said(rig, remote.reap_runs, "reap") == "nothing to delete in namespace tidemill\n"
     rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "1000000000"}
-    assert f"would delete {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap", "--dry-run")
-    assert f"deleted {rig.job()}: its watcher gave no sign" in said(rig, remote.reap_runs, "reap")
+    assert f"would delete {rig.job()}: its watcher has written no heartbeat" in said(
+        rig, remote.reap_runs, "reap", "--dry-run"
+    )
+    assert f"deleted {rig.job()}: its watcher has written no heartbeat" in said(rig, remote.reap_runs, "reap")
     assert rig.left() == []
 
 
@@ -181,7 +183,7 @@ def test_stop_reaches_a_run_that_is_between_two_attempts(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.delete(RAY_JOBS, rig.job())
     assert "ends after the step under way" in said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
-    assert rig.watcher().board.closed() == "enough"
+    assert rig.status.closed() == "enough"
 
 
 def test_stop_without_the_right_to_note_it_is_refused_only_where_there_is_no_attempt(rig: Rig) -> None:
@@ -199,7 +201,7 @@ def test_stop_of_a_run_that_failed_and_is_tried_again_is_for_the_next_attempt(ri
     rig.operator.admit(rig.job())
     rig.operator.fail(rig.job())
     said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
-    assert rig.watcher().board.closed() == "enough"
+    assert rig.status.closed() == "enough"
 
 
 def test_stop_of_a_run_that_nobody_saw_end_says_so_and_changes_nothing(rig: Rig) -> None:
@@ -208,9 +210,9 @@ def test_stop_of_a_run_that_nobody_saw_end_says_so_and_changes_nothing(rig: Rig)
     rig.operator.succeed(rig.job())
     assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
     rig.cluster.delete(RAY_JOBS, rig.job())
-    rig.watcher().board.fail(RunError("lost"))
+    rig.status.fail(RunError("lost"))
     assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: failed\n"
-    assert rig.watcher().board.closed() is None
+    assert rig.status.closed() is None
 
 
 def test_stop_of_a_run_that_nobody_watches_says_who_hears_of_it(rig: Rig) -> None:
@@ -223,7 +225,7 @@ def test_stop_of_a_run_that_nobody_watches_says_who_hears_of_it(rig: Rig) -> Non
 def test_status_of_a_run_that_was_given_back_while_it_went_on_says_that(rig: Rig) -> None:
     rig.watcher().provision()
     release_run(rig.cluster, rig.config.name, None, rig.clock)
-    assert lines(rig).startswith(f"{rig.config.name}  ended: the run was given back, as by")
+    assert lines(rig).startswith(f"{rig.config.name}  ended: the run was released, for example by")
 
 
 def test_reap_without_kfp_still_deletes_what_is_silent(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""The roles of the service accounts, held against what the code asks the API server for."""
+"""The roles of the service accounts match the calls of the code to the API server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tidemill.kuberay.cluster import Kind
 
 Rule = tuple[str, str, str]  # API group, resource, verb
 VERBS = {
-    "create": ("create", "get"),  # a name that is taken is looked at
-    "rehearse": ("create",),
+    "create": ("create", "get"),  # an existing object is read
+    "dry_run_create": ("create",),
     "get": ("get",),
     "list": ("list",),
     "patch": ("patch",),
@@ -23,11 +23,11 @@ VERBS = {
 }
 LOGS = {"log", "follow"}
 KINDS = {name: value for module in (cluster, access) for name, value in vars(module).items() if isinstance(value, Kind)}
-# What runs as the reaper; everything else of the room is called by steps.
+# Runs as the reaper; the steps of a pipeline call all other modules.
 REAPER = "reap.py"
-# The protocol itself and its stand-in; and what a person asks, with an account of their own.
+# The protocol, its implementations, and what a user calls with their own account.
 OUTSIDE = {"client.py", "cluster.py", "fake.py", "status.py"}
-# Asked for only where the account may: see the docstring of tidemill.kuberay.access.
+# Used only if the account has it: see the docstring of tidemill.kuberay.access.
 OPTIONAL = {("", "secrets", "get")}
 
 

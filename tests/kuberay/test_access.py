@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 import pytest
@@ -10,7 +9,7 @@ from manifest_rig import ROOT, on_kubernetes
 from tidemill.config.run import RunConfig
 from tidemill.errors import ClusterError, ConfigError
 from tidemill.kuberay.access import LOGS, PERMISSIONS, check_access
-from tidemill.kuberay.cluster import NODES, RAY_JOBS, SECRETS, WORKFLOWS, Kind
+from tidemill.kuberay.cluster import NODES, RAY_JOBS, SECRETS, WORKFLOWS, Kind, Object, name_of
 from tidemill.kuberay.fake import FakeClock, FakeCluster
 
 KEYS = {"access_key": "YQ==", "secret_key": "Yg=="}
@@ -35,14 +34,14 @@ def refused(config: RunConfig, found: FakeCluster) -> str:
     """What is said of a run that the cluster would not take."""
     with pytest.raises((ConfigError, ClusterError)) as caught:
         check_access(config, found)
-    assert found.made == []
+    assert found.created == []
     return str(caught.value)
 
 
 def test_a_run_that_fits_is_let_through_and_makes_nothing() -> None:
     found = cluster()
     check_access(on_kubernetes("kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3", "rollout.tensor_parallel_size=8"), found)
-    assert found.made == []
+    assert found.created == []
 
 
 def test_every_missing_permission_is_named_at_once() -> None:
@@ -67,7 +66,7 @@ def test_a_cluster_without_kuberay_is_refused() -> None:
         (
             {"tidemill-store": {"access_key": "YQ=="}},
             "name=a",
-            "kubernetes.store_secret = 'tidemill-store': allowed is a secret with access_key and secret_key. It has no "
+            "kubernetes.store_secret = 'tidemill-store': allowed is a secret with access_key and secret_key. Add "
             "secret_key",
         ),
         ({"tidemill-store": KEYS}, "kubernetes.secrets=[hub]", "kubernetes.secrets = 'hub'"),
@@ -113,9 +112,15 @@ def test_what_we_may_not_look_at_is_left_out() -> None:
     check_access(on_kubernetes("kubernetes.gpu_type=B200"), blind)
 
 
-def test_a_manifest_that_is_wrong_is_refused_before_the_cluster_sees_it() -> None:
-    config = on_kubernetes("kubernetes.tolerations=[{operater: Exists}]")
-    assert re.search(r"tolerations\[1\]\.operater", refused(config, cluster(missing=[RAY_JOBS])))
+def test_a_rayjob_that_the_api_server_refuses_is_refused() -> None:
+    class Strict(FakeCluster):
+        def dry_run_create(self, kind: Kind, manifest: Object) -> None:
+            raise ClusterError(f"the cluster refuses {kind} {name_of(manifest)}: unknown field")
+
+    assert (
+        refused(on_kubernetes("name=a"), Strict(FakeClock()))
+        == "the cluster refuses rayjobs.ray.io a-a1: unknown field"
+    )
 
 
 def test_the_role_of_the_pipeline_allows_just_what_is_asked_for() -> None:

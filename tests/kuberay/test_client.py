@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import urllib3
@@ -48,7 +49,7 @@ def refusal(code: int, message: str, **details: str) -> tuple[int, dict[str, Any
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (refusal(401, "Unauthorized"), "does not know us: Unauthorized"),
+        (refusal(401, "Unauthorized"), "does not accept the credentials: Unauthorized"),
         (refusal(403, 'User "u" cannot list pods'), 'no permission to list pods in namespace team: User "u" cannot'),
         (refusal(403, "exceeded quota: jobs"), "namespace team has no room: exceeded quota: jobs"),
         ((404, "404 page not found"), "the cluster knows no pods: install Kubernetes"),
@@ -143,3 +144,24 @@ def test_a_log_that_is_silent_for_too_long_ends_with_a_message(server: Server, c
     server.cut = True
     with pytest.raises(RunError, match="the log of pod a broke off"):
         list(cluster.follow("a"))
+
+
+@pytest.mark.parametrize("code", [400, 422])
+@pytest.mark.parametrize("method", ["create", "dry_run_create"])
+def test_an_invalid_object_is_refused_with_the_words_of_the_server(
+    server: Server, cluster: KubernetesCluster, code: int, method: str
+) -> None:
+    said = 'strict decoding error: unknown field "spec.rayClusterSpec.x"'
+    server.answers = [(code, {"kind": "Status", "code": code, "reason": "BadRequest", "message": said})]
+    with pytest.raises(
+        ClusterError, match=r'refuses rayjobs\.ray\.io a: .*unknown field "spec\.rayClusterSpec\.x"\. Corr'
+    ):
+        getattr(cluster, method)(RAY_JOBS, {"metadata": {"name": "a"}})
+    query = parse_qs(urlsplit(server.asked[0][1]).query)
+    assert query.pop("fieldValidation") == ["Strict"]
+    assert query == ({} if method == "create" else {"dryRun": ["All"]})
+
+
+def test_a_dry_run_of_an_object_that_exists_passes(server: Server, cluster: KubernetesCluster) -> None:
+    server.answers = [(409, {"kind": "Status", "code": 409, "reason": "AlreadyExists", "message": "it exists"})]
+    cluster.dry_run_create(RAY_JOBS, {"metadata": {"name": "a"}})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.kuberay.state import ENDINGS, Phase, assess, fits_no_node
+from tidemill.kuberay.job_state import FAILURES, Phase, assess, fits_no_node
 
 NOW = 1_800_000_000.0
 OLD, FRESH, BEGAN = "2027-01-15T07:58:00Z", "2027-01-15T07:59:58Z", "2027-01-15T07:50:00Z"  # NOW is 08:00:00
@@ -72,9 +72,9 @@ def test_a_job_that_succeeded_is_over_without_a_fault() -> None:
     assert (state.phase, state.fatal, state.over) == (Phase.SUCCEEDED, None, True)
 
 
-@pytest.mark.parametrize("reason", ENDINGS)
+@pytest.mark.parametrize("reason", FAILURES)
 def test_every_ending_of_kuberay_is_told_with_its_message(reason: str) -> None:
-    told, retryable = ENDINGS[reason]
+    told, retryable = FAILURES[reason]
     state = assess(job("Failed", "FAILED", reason=reason, message="exit 1"), [], [], NOW)
     assert (state.phase, state.fatal, state.retryable) == (Phase.FAILED, f"{told}: exit 1", retryable)
 
@@ -99,7 +99,7 @@ def test_a_suspended_job_names_the_queue_it_waits_in() -> None:
     suspended = job("Suspended")
     suspended["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
     state = assess(suspended, [], [], NOW)
-    assert (state.phase, state.progress) == (Phase.QUEUED, "queued: waits for room in Kueue's queue gpus")
+    assert (state.phase, state.progress) == (Phase.QUEUED, "queued: waits for Kueue's queue gpus")
     fresh = copy.deepcopy(suspended) | {"status": {}, "spec": {"suspend": True}}
     assert assess(fresh, [], [], NOW).phase is Phase.QUEUED
 
@@ -114,7 +114,7 @@ def test_an_image_is_waited_for_some_time_and_then_given_up(reason: str) -> None
     early = assess(job("Initializing"), [waiting(reason, "not found", FRESH)], [], NOW)
     assert (early.over, early.waiting) == (False, {"run-worker": f"{reason}: not found"})
     late = assess(job("Initializing"), [waiting(reason, "not found")], [], NOW)
-    assert "cannot get its image i:1" in str(late.fatal)
+    assert "cannot pull its image i:1" in str(late.fatal)
     assert not late.retryable
 
 
@@ -125,7 +125,7 @@ def test_a_missing_secret_is_named() -> None:
 
 def test_containers_that_are_being_made_are_waited_for() -> None:
     state = assess(job("Initializing"), [waiting("ContainerCreating")], [], NOW)
-    assert (state.over, state.waiting) == (False, {"run-worker": "its containers are made"})
+    assert (state.over, state.waiting) == (False, {"run-worker": "its containers are being created"})
 
 
 def test_a_volume_that_does_not_mount_is_told_and_waited_for() -> None:
@@ -181,13 +181,16 @@ def test_a_worker_that_waits_does_not_end_a_run_that_goes_on() -> None:
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ('pods "h" is forbidden: exceeded quota: gpus, limited: 1', "exceeded quota: gpus, limited: 1. Wait until"),
-        ('pods "h" is forbidden: violates PodSecurity "restricted:v1.34": x', "The namespace asks for more"),
+        (
+            'pods "h" is forbidden: exceeded quota: gpus, limited: 1',
+            "exceeded quota: gpus, limited: 1. Wait for other runs",
+        ),
+        ('pods "h" is forbidden: violates PodSecurity "restricted:v1.34": x', "The namespace is stricter"),
         (
             'pods "h" is forbidden: service account n/a: serviceaccount "a" not found',
-            "Make the account",
+            "Create the account",
         ),
-        ('pods "h" is forbidden: no PriorityClass with name p was found', "Make the class"),
+        ('pods "h" is forbidden: no PriorityClass with name p was found', "Create the class"),
     ],
 )
 def test_pods_that_the_api_server_refuses_are_told_from_the_condition_and_from_events(message: str, told: str) -> None:
@@ -231,7 +234,7 @@ def leaving() -> dict[str, Any]:
         ([], "the head pod is gone"),
         ([leaving()], "the head pod is gone"),
         ([leaving(), replaced()], "the head pod was replaced"),
-        ([restarted()], "started again: OOMKilled"),
+        ([restarted()], "restarted: OOMKilled"),
         ([ended()], "the head pod ended: OOMKilled"),
         ([pod(conditions=[condition("Ready", "False", BEGAN)])], "has not been ready for 120 s"),
     ],
@@ -276,9 +279,7 @@ def driver_ended(code: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("code", "retryable"), [(1, True), (-9, True), (2, False)])
-def test_a_driver_that_ended_is_quoted_and_its_status_tells_whether_it_may_do_better(
-    code: int, retryable: bool
-) -> None:
+def test_a_driver_that_ended_is_quoted_and_its_status_decides_about_a_retry(code: int, retryable: bool) -> None:
     state = assess(driver_ended(code), [], [], NOW)
     assert state.fatal == f"the driver failed: exit code {code}\nSignatureDoesNotMatch: check the keys"
     assert state.retryable == retryable

@@ -5,14 +5,33 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
-from manifest_rig import GOLDEN, LARGE, ROOT, Tree, cluster, container, group, large_run, on_kubernetes, templates
+from jsonschema import ValidationError
+from manifest_rig import (
+    APART,
+    EXAMPLE,
+    GOLDEN,
+    LARGE,
+    ROOT,
+    Tree,
+    cluster,
+    container,
+    group,
+    large_run,
+    on_kubernetes,
+    templates,
+)
+from rayjob_schema import VERSIONS, check
 
+from tidemill.cli.main import main
 from tidemill.config.names import API_SERVER_LABEL, job_name, selector
 from tidemill.config.reading import parse_config
 from tidemill.errors import ConfigError
-from tidemill.kuberay.manifest import LONGEST_VALUE, RAY_VERSION, ray_job
+from tidemill.kuberay.manifest import MAX_VALUE_BYTES, RAY_VERSION, manifests, ray_job
+
+COMPILE = ["compile", "--manifests", str(EXAMPLE), *APART]
 
 
 def variables(template: Tree) -> dict[str, str]:
@@ -33,6 +52,23 @@ def texts(node: object) -> Iterator[str]:
 
 def test_a_large_run_is_the_golden_manifest() -> None:
     assert large_run() == yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "overrides", [(), LARGE, ("kubernetes.gpu_resource=null",), ("kubernetes.queue=research",)], ids=repr
+)
+def test_rayjob_is_valid_for_every_supported_kuberay(overrides: tuple[str, ...], version: str) -> None:
+    check(ray_job(on_kubernetes(*overrides), 1), version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_unknown_fields_are_not_valid(version: str) -> None:
+    for change in ("kubernetes.tolerations=[{operater: Exists}]", "kubernetes.max_engines=9"):
+        job = ray_job(on_kubernetes(change), 1)
+        cluster(job).get("autoscalerOptions", {})["idleTimeout"] = 1
+        with pytest.raises((ValidationError, kubernetes_validate.ValidationError)):
+            check(job, version)
 
 
 def test_every_pod_passes_the_restricted_pod_security_standard() -> None:
@@ -247,7 +283,7 @@ def test_the_runtime_environment_reaches_ray_as_it_was_given() -> None:
 
 
 def test_settings_that_are_too_long_for_a_variable_are_refused() -> None:
-    config = on_kubernetes(f"data.system_prompt={'x' * LONGEST_VALUE}")
+    config = on_kubernetes(f"data.system_prompt={'x' * MAX_VALUE_BYTES}")
     with pytest.raises(ConfigError, match=r"config = .* bytes"):
         ray_job(config, 1)
 
@@ -259,3 +295,60 @@ def test_pods_that_start_hear_that_they_are_to_end_unless_the_autoscalers_token_
     """As process 1 KubeRay's shell and Ray on its way up ignore SIGTERM, and keep the GPUs for 120 s."""
     job = ray_job(on_kubernetes(f"kubernetes.max_engines={most}"), 1)
     assert {role for role, pod in templates(job).items() if pod["spec"].get("shareProcessNamespace")} == sharing
+
+
+def test_manifests_are_printed_as_they_would_be_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPILE, "kubernetes.namespace=research"]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed) == ray_job(on_kubernetes("kubernetes.namespace=research"), 1)
+    assert "system_prompt: You are a calculator.\n" in printed  # the settings can be read, too
+
+
+def test_manifests_can_be_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    assert main([*COMPILE, "--output", str(path)]) == 0
+    assert path.read_text(encoding="utf-8") == manifests(on_kubernetes())
+    assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+def test_what_must_be_there_already_stands_above() -> None:
+    text = manifests(
+        on_kubernetes(
+            "kubernetes.namespace=research",
+            "kubernetes.secrets=[hub]",
+            "kubernetes.image_pull_secrets=[registry]",
+            "kubernetes.queue=gpus",
+            "kubernetes.gpu_type=H100",
+            "kubernetes.trainer_priority_class=high",
+            "kubernetes.rollout_priority_class=high",
+        )
+    )
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        "# Namespace research must have:",
+        "# - service account tidemill-ray",
+        "# - secret tidemill-store with access_key and secret_key",
+        "# - secret hub, whose keys become environment variables",
+        "# - secret registry to pull the image with",
+        "# - Kueue's LocalQueue gpus",
+        "# - priority class high (of the whole cluster)",
+        "# - nodes with nvidia.com/gpu.product=H100",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compile", "--manifests", str(EXAMPLE)], "cluster.provider = 'local': allowed is kuberay"),
+        (["compile", "trainer.steps=3"], "override = 'trainer.steps=3': allowed is nothing without --manifests"),
+        ([*COMPILE, "--check", "a.yaml"], "--check = 'a.yaml': allowed is nothing with --manifests"),
+        ([*COMPILE, "--pipeline", "sweep"], "--pipeline = 'sweep': allowed is nothing with --manifests"),
+        ([*COMPILE, "--output", "/nowhere/a.yaml"], "output = '/nowhere/a.yaml': allowed is a file that can be"),
+        ([*COMPILE, "kubernetes.image=tidemill:latest"], "kubernetes.image = 'tidemill:latest'"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

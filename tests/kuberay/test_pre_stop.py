@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tidemill.actors.ranks import RankActor
-from tidemill.kuberay import pre_stop as farewell
+from tidemill.kuberay.pre_stop import POLL_S, is_rank, pre_stop
 
 SAYS_READY = "import signal, sys, time; print('ready', flush=True); "
 WAITS = SAYS_READY + "time.sleep(600)"
@@ -43,7 +43,7 @@ def pod() -> list[psutil.Process]:
 def test_the_driver_is_asked_and_waited_for(start: Start) -> None:
     driver = start(COMMITS + "time.sleep(600)", "-m", "tidemill.driver.job")
     other = start(WAITS, "python3 -m tidemill.driver.job")  # as a shell around the driver has it: one word
-    farewell.farewell(pod)
+    pre_stop(pod)
     assert driver.poll() is None or driver.returncode == 0
     assert driver.communicate()[0] == "committed\n"
     assert other.poll() is None
@@ -52,9 +52,9 @@ def test_the_driver_is_asked_and_waited_for(start: Start) -> None:
 def test_ranks_are_waited_for_and_left_alone(start: Start) -> None:
     rank = start(WAITS)
     ranks = [Renamed(rank.pid)]
-    waiting = threading.Thread(target=farewell.farewell, args=(lambda: ranks,))
+    waiting = threading.Thread(target=pre_stop, args=(lambda: ranks,))
     waiting.start()
-    waiting.join(timeout=3 * farewell.POLL_S)
+    waiting.join(timeout=3 * POLL_S)
     assert waiting.is_alive() and rank.poll() is None
     rank.kill()
     rank.wait()
@@ -72,9 +72,9 @@ class Renamed(psutil.Process):
 
 def test_a_pod_without_a_run_ends_at_once(start: Start) -> None:
     start(WAITS, "ray::IDLE")
-    farewell.farewell(pod)
+    pre_stop(pod)
 
 
 def test_ranks_are_known_by_the_name_of_their_actor() -> None:
-    assert farewell.is_rank([f"ray::{RankActor.__name__}.step"])
-    assert not farewell.is_rank(["ray::EngineActor"])
+    assert is_rank([f"ray::{RankActor.__name__}.step"])
+    assert not is_rank(["ray::EngineActor"])

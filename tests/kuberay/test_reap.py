@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from api_server import Server
 from kuberay_rig import Rig
 
 from tidemill.config.names import HEARTBEAT
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS
-from tidemill.kuberay.kinds import OwnerReference
-from tidemill.kuberay.owner import Owner
-from tidemill.kuberay.reap import KEPT_S, reap, sweep
+from tidemill.kuberay.reap import STATUS_KEPT_S, TOKEN_PATH, KfpRuns, delete_old_status, reap
+from tidemill.kuberay.run_status import Owner, owner_reference
 
 HALF_AN_HOUR = 1800.0
 
@@ -25,7 +27,7 @@ def test_a_run_whose_watcher_was_killed_is_reaped_with_all_its_pods(rig: Rig) ->
     rig.clock.sleep(1790)
     assert reasons(rig) == {}
     rig.clock.sleep(20)
-    assert reasons(rig) == {rig.job(): "its watcher gave no sign of life for 30 min"}
+    assert reasons(rig) == {rig.job(): "its watcher has written no heartbeat for 30 min"}
     assert rig.left() == []
 
 
@@ -65,7 +67,7 @@ def test_a_run_whose_pipeline_is_over_is_reaped_though_it_is_watched(rig: Rig) -
 
 def test_a_run_whose_workflow_is_gone_or_was_made_anew_is_reaped(rig: Rig) -> None:
     flow = rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})
-    rig.owner = Owner(None, OwnerReference(name="flow", uid=flow["metadata"]["uid"]))
+    rig.owner = Owner(None, owner_reference("flow", flow["metadata"]["uid"]))
     rig.watcher().provision()
     assert reasons(rig) == {}
     del rig.cluster.objects[WORKFLOWS, "flow"]
@@ -94,19 +96,19 @@ def test_a_reaper_without_rights_says_so(rig: Rig) -> None:
         reasons(rig)
 
 
-def test_notes_of_runs_go_after_two_weeks_and_other_config_maps_stay(rig: Rig) -> None:
+def test_status_of_a_run_is_deleted_after_two_weeks_and_other_config_maps_stay(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.create(CONFIG_MAPS, {"metadata": {"name": "theirs"}, "data": {"updated": "0"}})
-    sweep(rig.cluster, rig.clock.now + KEPT_S - 10)
+    delete_old_status(rig.cluster, rig.clock.now + STATUS_KEPT_S - 10)
     assert len(rig.cluster.list(CONFIG_MAPS)) == 2
-    sweep(rig.cluster, rig.clock.now + KEPT_S + 10)
-    assert [board["metadata"]["name"] for board in rig.cluster.list(CONFIG_MAPS)] == ["theirs"]
+    delete_old_status(rig.cluster, rig.clock.now + STATUS_KEPT_S + 10)
+    assert [status["metadata"]["name"] for status in rig.cluster.list(CONFIG_MAPS)] == ["theirs"]
 
 
-@pytest.mark.parametrize("beat", ["0", "-5", "soon", "1e9", "", f"{10**13}"])
-def test_a_sign_of_life_that_cannot_be_one_does_not_keep_a_cluster_for_ever(rig: Rig, beat: str) -> None:
+@pytest.mark.parametrize("heartbeat", ["0", "-5", "soon", "1e9", "", f"{10**13}"])
+def test_an_impossible_heartbeat_does_not_keep_a_cluster_for_ever(rig: Rig, heartbeat: str) -> None:
     rig.watcher().provision()
-    rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = beat
+    rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = heartbeat
     rig.clock.sleep(1700)
     assert reasons(rig) == {}  # it counts from its creation
     rig.clock.sleep(200)
@@ -117,14 +119,14 @@ def test_a_watcher_whose_clock_is_some_minutes_ahead_or_behind_is_alive(rig: Rig
     rig.watcher().provision()
     rig.clock.sleep(3600)
     for minutes in (-20, 20):
-        beat = f"{rig.clock.now + 60 * minutes:.0f}"
-        rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = beat
+        heartbeat = f"{rig.clock.now + 60 * minutes:.0f}"
+        rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = heartbeat
         assert reasons(rig) == {}
 
 
 def test_a_job_that_cannot_be_asked_about_does_not_keep_the_others(rig: Rig) -> None:
     """The first one's workflow may not be looked at, KFP does not answer for the second one, the third is silent."""
-    owned = Owner("kfp-1", OwnerReference(name="flow", uid="uid-of-flow"))
+    owned = Owner("kfp-1", owner_reference("flow", "uid-of-flow"))
     for name, owner in (("a-owned", owned), ("b-asked", Owner(kfp_run="kfp-2")), ("c-silent", Owner())):
         rig.config, rig.owner = rig.config.model_copy(update={"name": name}), owner
         rig.watcher().provision()
@@ -141,3 +143,41 @@ def test_a_job_that_cannot_be_asked_about_does_not_keep_the_others(rig: Rig) -> 
     with pytest.raises(ClusterError, match="no permission to get workflows"):
         next(reaped)
     assert rig.left() == ["a-owned-a1", "b-asked-a1"]
+
+
+@pytest.mark.parametrize(
+    ("state", "over"),
+    [
+        ("RUNNING", False),
+        ("PENDING", False),
+        ("PAUSED", False),
+        ("SUCCEEDED", True),
+        ("FAILED", True),
+        ("CANCELED", True),
+    ],
+)
+def test_a_run_is_over_once_kfp_says_so(server: Server, state: str, over: bool) -> None:
+    server.answers = [(200, {"state": state})]
+    assert KfpRuns(f"{server.url}/").is_over("r-1") is over
+    assert server.asked[0][:2] == ("GET", "/apis/v2beta1/runs/r-1")
+
+
+def test_a_deleted_run_is_over(server: Server) -> None:
+    server.answers = [(404, {"error": "not found"})]
+    assert KfpRuns(server.url).is_over("r-1")
+
+
+def test_a_refusal_and_silence_are_not_taken_for_an_end(server: Server) -> None:
+    server.answers = [(401, "unauthorized")]
+    with pytest.raises(ClusterError, match="refuses to return run r-1: status 401"):
+        KfpRuns(server.url).is_over("r-1")
+    with pytest.raises(RunError, match=r"KFP at http://127\.0\.0\.1:1 cannot be reached"):
+        KfpRuns("http://127.0.0.1:1").is_over("r-1")
+
+
+def test_the_token_of_the_pod_is_shown(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text("t-1\n")
+    monkeypatch.setenv(TOKEN_PATH, str(tmp_path / "token"))
+    server.answers = [(200, {"state": "RUNNING"})]
+    KfpRuns(server.url).is_over("r-1")
+    assert server.authorizations == ["Bearer t-1"]

@@ -9,18 +9,16 @@ import pytest
 from kuberay_rig import Rig
 
 from tidemill.errors import ClusterError, RunError
-from tidemill.kuberay import release
-from tidemill.kuberay.client import KubernetesCluster
 from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS, WORKFLOWS
-from tidemill.kuberay.kinds import OwnerReference
-from tidemill.kuberay.owner import KFP_RUN, MLFLOW_RUN, WORKFLOW, Owner
-from tidemill.kuberay.release import release_pipeline, release_run
+from tidemill.kuberay.fake import FakeCluster
+from tidemill.kuberay.release import release_pipeline, release_run, release_this_pipeline
+from tidemill.kuberay.run_status import KFP_RUN, MLFLOW_RUN, WORKFLOW, Owner, owner_reference
 
 
 def test_all_attempts_of_a_run_are_given_back(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.admit(rig.job())
-    rig.attempts.begin(2)
+    rig.attempts.create(2)
     assert release_run(rig.cluster, rig.config.name, None, rig.clock)
     assert rig.left() == []
     assert release_run(rig.cluster, rig.config.name, None, rig.clock)  # again, with nothing left
@@ -57,25 +55,29 @@ def test_where_we_may_not_look_nothing_is_ours(rig: Rig) -> None:
     release_pipeline(rig.cluster, "mine", rig.clock)
 
 
-def test_a_pipeline_gives_back_in_its_own_namespace_and_in_those_of_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[tuple[str, str]] = []
-    monkeypatch.setattr(KubernetesCluster, "connect", lambda namespace: namespace)
-    monkeypatch.setattr(release, "release_pipeline", lambda cluster, kfp_run, clock: looked.append((cluster, kfp_run)))
-    monkeypatch.setattr(release, "NAMESPACE", tmp_path / "namespace")
-    release.release_this_pipeline("mine", {"tidemill"})
-    assert looked == []  # outside of a cluster
-    (tmp_path / "namespace").write_text("kubeflow\n")
-    release.release_this_pipeline("", {"tidemill"})
-    release.release_this_pipeline("mine", {"tidemill", "other"})
-    assert looked == [("kubeflow", "mine"), ("other", "mine"), ("tidemill", "mine")]
+def test_a_pipeline_gives_back_in_its_own_namespace_and_in_those_of_its_runs(rig: Rig, tmp_path: Path) -> None:
+    rig.owner = Owner(kfp_run="mine")
+    rig.watcher().provision()
+    connected: list[str] = []
+
+    def connect(namespace: str) -> FakeCluster:
+        connected.append(namespace)
+        return rig.cluster
+
+    path = tmp_path / "namespace"
+    release_this_pipeline("mine", {"tidemill"}, connect, path)
+    assert connected == []  # outside of a cluster
+    path.write_text("kubeflow\n")
+    release_this_pipeline("", {"tidemill"}, connect, path)
+    assert (connected, rig.left()) == ([], [rig.job()])
+    release_this_pipeline("mine", {"tidemill", "other"}, connect, path)
+    assert (connected, rig.left()) == (["kubeflow", "other", "tidemill"], [])
 
 
 def test_what_does_not_go_away_is_named(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]
-    with pytest.raises(RunError, match=f"still there 300 s after it was deleted: rayjobs/{rig.job()}"):
+    with pytest.raises(RunError, match=f"rayjobs/{rig.job()} still exist 300 s after their deletion"):
         release_run(rig.cluster, rig.config.name, None, rig.clock)
 
 
@@ -84,7 +86,7 @@ def test_the_owner_is_read_from_the_environment_of_the_step(rig: Rig, monkeypatc
         monkeypatch.setenv(name, value)
     uid = rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})["metadata"]["uid"]
     owner = Owner.of_this_step(rig.cluster)
-    assert owner == Owner("kfp-1", OwnerReference(name="flow", uid=uid), "m-1")
+    assert owner == Owner("kfp-1", owner_reference("flow", uid), "m-1")
     rig.owner = replace(owner)
     rig.watcher().provision()
     head = rig.operator.job(rig.job())["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
@@ -116,21 +118,21 @@ def test_a_run_that_is_being_deleted_is_waited_for_and_made_again(rig: Rig) -> N
     assert rig.operator.job(rig.job())["metadata"]["uid"] != old
 
 
-def test_whoever_gives_a_run_back_lets_no_watcher_begin_anew(rig: Rig) -> None:
+def test_a_released_run_starts_no_further_attempt(rig: Rig) -> None:
     rig.owner = Owner(kfp_run="mine")
-    board = rig.watcher().board
+    status = rig.status
     for give_back in (
         lambda: release_run(rig.cluster, rig.config.name, "mine", rig.clock),
         lambda: release_pipeline(rig.cluster, "mine", rig.clock),
         lambda: release_run(rig.cluster, rig.config.name, None, rig.clock),
     ):
         rig.watcher().provision()
-        assert board.closed() is None
+        assert status.closed() is None
         give_back()
-        assert "was given back" in str(board.closed())
+        assert "was released" in str(status.closed())
 
 
-def test_who_may_not_write_notes_gives_back_all_the_same(rig: Rig) -> None:
+def test_a_client_that_may_not_patch_config_maps_still_deletes_the_attempt(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.forbidden = [("patch", CONFIG_MAPS)]
     assert release_run(rig.cluster, rig.config.name, None, rig.clock)

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from tidemill.errors import RunError
-from tidemill.kuberay.driver_log import RATE, TOO_LONG, DriverLog
-from tidemill.kuberay.submitter import LONGEST, PATIENCE_S, POLL_S, Submission, dashboard
+from tidemill.kuberay.submitter import (
+    LOG_BYTES_PER_S,
+    MAX_BYTES,
+    OUTAGE_S,
+    POLL_S,
+    TOO_LONG,
+    DriverLog,
+    Submission,
+    dashboard,
+)
 
 Answer = tuple[int, str] | OSError
 UNKNOWN = (404, "Job one does not exist")
@@ -88,7 +96,7 @@ def test_ray_that_stays_away_ends_the_run() -> None:
     ray = Ray(state("RUNNING"), forever=OSError("no route to host"))
     with pytest.raises(RunError, match="has not answered for 120 s: no route to host"):
         ray.submission().follow()
-    assert PATIENCE_S < ray.now <= PATIENCE_S + 2 * POLL_S
+    assert OUTAGE_S < ray.now <= OUTAGE_S + 2 * POLL_S
 
 
 def test_a_new_head_does_not_know_the_job_and_gets_no_other() -> None:
@@ -121,15 +129,15 @@ def test_what_the_driver_writes_is_passed_on_line_by_line() -> None:
 def test_a_long_log_is_asked_for_less_often_and_one_that_is_too_long_no_more() -> None:
     ray = Ray(forever=state("RUNNING"))
     log = DriverLog("one", ray.ask, ray.told.append)
-    ray.log = 200, json.dumps({"logs": f"{'x' * (30 * RATE)}\n"})
+    ray.log = 200, json.dumps({"logs": f"{'x' * (30 * LOG_BYTES_PER_S)}\n"})
     for now in range(0, 60, 5):
-        log.catch_up(now, ended=False)
+        log.copy_new(now, ended=False)
     assert ray.logs_asked == 2
     ray.log = TOO_LONG, ""
     for now in range(60, 600, 5):
-        log.catch_up(now, ended=False)
-    log.catch_up(600, ended=True)
-    assert (ray.logs_asked, ray.told[-1]) == (3, "the log has become too long for here; the object store has all of it")
+        log.copy_new(now, ended=False)
+    log.copy_new(600, ended=True)
+    assert (ray.logs_asked, ray.told[-1]) == (3, "the log is too long to be shown here; the object store has all of it")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def server() -> Iterator[HTTPServer]:
 
         def do_GET(self) -> None:
             self.send_response(200)
-            self.send_header("Content-Length", str(LONGEST + 1))
+            self.send_header("Content-Length", str(MAX_BYTES + 1))
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
@@ -181,7 +189,7 @@ def test_requests_carry_rays_token(server: HTTPServer, token: str | None, header
 def test_errors_of_http_are_answers_and_everything_else_is_none(server: HTTPServer) -> None:
     ask = dashboard(f"127.0.0.1:{server.server_port}", None)
     assert ask("PUT", "/", None)[0] == 501
-    with pytest.raises(OSError, match="breaks off"):
+    with pytest.raises(OSError, match="is incomplete"):
         ask("POST", "/broken", {})
     with pytest.raises(OSError, match="refused"):
         dashboard("127.0.0.1:1", None)("GET", "/", None)

@@ -11,8 +11,7 @@ from kuberay_rig import Killed, Rig, killed, with_kubernetes
 from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL
 from tidemill.errors import ClusterError, ConfigError, RunError, StoreError
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS
-from tidemill.kuberay.kinds import OwnerReference
-from tidemill.kuberay.owner import Owner
+from tidemill.kuberay.run_status import Owner, owner_reference
 from tidemill.observe.events import read_events
 from tidemill.store.object_store import ListedObject, ObjectStore
 
@@ -23,7 +22,7 @@ def test_a_run_is_followed_from_its_start_to_its_summary(rig: Rig) -> None:
     rig.clock.after(30, lambda: rig.steps(1, 1, 2))
     rig.clock.after(60, rig.succeeds)
     assert rig.watcher().follow(first).steps == 3
-    shown = rig.screen.getvalue()
+    shown = rig.output.getvalue()
     assert "   1/3" in shown
     assert "   2/3" in shown
     assert "starting: 0 of 3 pods ready" in shown
@@ -31,7 +30,7 @@ def test_a_run_is_followed_from_its_start_to_its_summary(rig: Rig) -> None:
 
 def test_provision_twice_makes_one_job(rig: Rig) -> None:
     assert rig.watcher().provision() == rig.watcher().provision() == 1
-    assert rig.made() == [rig.job()]
+    assert rig.created() == [rig.job()]
 
 
 def test_a_killed_watcher_attaches_and_shows_every_step_once(rig: Rig) -> None:
@@ -45,7 +44,7 @@ def test_a_killed_watcher_attaches_and_shows_every_step_once(rig: Rig) -> None:
     rig.clock.after(10, lambda: rig.steps(1, 2, offset=ends[0]))
     rig.clock.after(30, rig.succeeds)
     rig.watcher().follow(first)
-    assert rig.cluster.made.count(rig.job()) == 1
+    assert rig.cluster.created.count(rig.job()) == 1
     steps = [event.step for event in read_events(rig.config.folder / "events.jsonl") if event.kind == "step_finished"]
     assert steps == [1, 2]
 
@@ -67,7 +66,7 @@ def test_the_engines_that_the_autoscaler_made_are_left_to_it(rig: Rig) -> None:
     with pytest.raises(Killed):
         rig.watcher().follow(first)
     made = copy.deepcopy(rig.operator.job(rig.job())["spec"])
-    rig.owner = Owner("kfp-2", OwnerReference(name="flow-2", uid="uid-of-flow-2"))
+    rig.owner = Owner("kfp-2", owner_reference("flow-2", "uid-of-flow-2"))
     rig.config = rig.config.model_copy(update={"rollout": rig.config.rollout.model_copy(update={"engines": 2})})
     assert rig.watcher().provision() == first, "the next pipeline run goes on with it"
     rig.clock.after(60, rig.succeeds)
@@ -82,7 +81,7 @@ def test_a_run_that_ended_while_nobody_watched_and_is_cleaned_up_has_its_summary
     rig.leaves()
     rig.cluster.delete(RAY_JOBS, rig.job())
     assert rig.watcher().follow(first).steps == 3
-    assert rig.made() == [rig.job()]
+    assert rig.created() == [rig.job()]
 
 
 def test_what_an_earlier_pipeline_left_is_not_the_result_of_this_one(rig: Rig) -> None:
@@ -122,7 +121,7 @@ def test_an_api_server_that_is_away_for_minutes_does_not_end_the_run(rig: Rig) -
     rig.clock.after(650, lambda: setattr(rig.cluster, "away", False))
     rig.clock.after(700, rig.succeeds)
     assert rig.watcher().follow(first).steps == 3
-    assert rig.screen.getvalue().count("does not answer") == 1
+    assert rig.output.getvalue().count("does not answer") == 1
 
 
 def test_an_api_server_that_stays_away_ends_the_watch_in_the_end(rig: Rig) -> None:
@@ -141,7 +140,7 @@ def test_a_lost_permission_ends_the_watch_at_once(rig: Rig) -> None:
 
 def test_a_new_pipeline_takes_a_living_run_over(rig: Rig) -> None:
     rig.watcher().provision()
-    reference = OwnerReference(name="flow-2", uid="uid-of-flow-2")
+    reference = owner_reference("flow-2", "uid-of-flow-2")
     rig.owner = replace(rig.owner, kfp_run="kfp-2", reference=reference)
     rig.watcher().provision()
     metadata = rig.operator.job(rig.job())["metadata"]
@@ -150,7 +149,7 @@ def test_a_new_pipeline_takes_a_living_run_over(rig: Rig) -> None:
 
 
 def test_the_job_of_a_pipeline_is_owned_by_its_workflow(rig: Rig) -> None:
-    rig.owner = Owner("kfp-1", OwnerReference(name="flow-1", uid="uid-of-flow-1"))
+    rig.owner = Owner("kfp-1", owner_reference("flow-1", "uid-of-flow-1"))
     rig.watcher().provision()
     assert rig.operator.job(rig.job())["metadata"]["ownerReferences"][0]["uid"] == "uid-of-flow-1"
 
@@ -158,7 +157,7 @@ def test_the_job_of_a_pipeline_is_owned_by_its_workflow(rig: Rig) -> None:
 def test_a_rayjob_of_somebody_else_is_neither_taken_over_nor_deleted(rig: Rig) -> None:
     theirs = {"metadata": {"name": rig.job(), "labels": {RUN_LABEL: "another"}}, "spec": {}}
     rig.cluster.create(RAY_JOBS, theirs)
-    with pytest.raises(ConfigError, match=f"{rig.job()} in namespace tidemill is of something else"):
+    with pytest.raises(ConfigError, match=f"{rig.job()} in namespace tidemill belongs to something else"):
         rig.watcher().provision()
     assert rig.operator.job(rig.job())["metadata"]["labels"] == {RUN_LABEL: "another"}
     assert "annotations" not in rig.operator.job(rig.job())["metadata"]
@@ -171,7 +170,7 @@ def test_events_that_are_missing_in_the_store_do_not_end_the_watch(rig: Rig) -> 
     rig.clock.after(40, lambda: rig.steps(1, 3, offset=10_000))
     rig.clock.after(60, rig.succeeds)
     assert rig.watcher().follow(first).steps == 3
-    shown = rig.screen.getvalue()
+    shown = rig.output.getvalue()
     assert shown.count("lacks the bytes") == 1
     assert "   3/3" in shown
 

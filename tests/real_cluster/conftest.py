@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cluster_rig import NAMESPACES, SERVICE_ACCOUNTS, Bench, with_token
+from cluster_rig import NAMESPACES, SERVICE_ACCOUNTS, ClusterRun, with_token
 
 from tidemill.errors import StoreError
 from tidemill.kuberay.client import KubernetesCluster
@@ -110,8 +110,8 @@ def connected(endpoint: str, keys: tuple[str, str]) -> ObjectStore:
 
 
 @pytest.fixture
-def bench(admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, tmp_path: Path) -> Iterator[Bench]:
+def run(admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, tmp_path: Path) -> Iterator[ClusterRun]:
     """A run of one trainer rank and one engine, and the namespace that it is in; nothing of it stays."""
-    bench = Bench(admin, steps, store, tmp_path)
-    yield bench
-    bench.clear()
+    run = ClusterRun(admin, steps, store, tmp_path)
+    yield run
+    run.clear()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from cluster_rig import QUOTAS, SMALL, Bench
+from cluster_rig import QUOTAS, SMALL, ClusterRun
 
 from tidemill.config.kubernetes import KubernetesConfig
 from tidemill.config.names import STOP
@@ -29,7 +29,7 @@ WORKER = SMALL | {"shared_memory_gib": 1}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "image": (
         {"image": "localhost/no-such-image:1"},
-        r"cannot get its image localhost/no-such-image:1: .*Mend kubernetes\.image",
+        r"cannot pull its image localhost/no-such-image:1: .*Correct kubernetes\.image",
     ),
     "secret": ({"store_secret": "none"}, r'cannot start: CreateContainerConfigError: secret "none" not found'),
     "further secret": ({"secrets": ["none"]}, r'cannot start: CreateContainerConfigError: secret "none" not found'),
@@ -52,15 +52,15 @@ class End:
     status: str
 
 
-def end_of(bench: Bench, settings: dict[str, Any]) -> End:
+def end_of(run: ClusterRun, settings: dict[str, Any]) -> End:
     """Begin a run that is refused, and follow it."""
-    bench.kubernetes, began = settings, time.monotonic()
-    number = bench.provision()
+    run.kubernetes, began = settings, time.monotonic()
+    number = run.provision()
     with pytest.raises(ClusterError) as caught:
-        bench.follow(number)
+        run.follow(number)
     seconds = time.monotonic() - began
-    (status,) = look(bench.admin, bench.name, time.time())
-    return End(caught.value, seconds, bench.left(), "\n".join(status.lines()))
+    (status,) = look(run.admin, run.name, time.time())
+    return End(caught.value, seconds, run.left(), "\n".join(status.lines()))
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ def ends(
 ) -> Iterator[dict[str, Future[End]]]:
     """All runs that are refused, at the same time: they hold next to nothing."""
     with ThreadPoolExecutor(len(CASES)) as threads:
-        benches = {name: Bench(admin, steps, store, tmp_path_factory.mktemp("run")) for name in CASES}
-        yield {name: threads.submit(end_of, bench, CASES[name][0]) for name, bench in benches.items()}
+        runs = {name: ClusterRun(admin, steps, store, tmp_path_factory.mktemp("run")) for name in CASES}
+        yield {name: threads.submit(end_of, run, CASES[name][0]) for name, run in runs.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,10 +83,10 @@ def test_a_run_that_cannot_start_is_told_and_nothing_stays(ends: dict[str, Futur
     assert str(end.error) in end.status
 
 
-def test_keys_that_the_store_does_not_take_end_the_run_with_its_first_attempt(bench: Bench) -> None:
+def test_keys_that_the_store_does_not_take_end_the_run_with_its_first_attempt(run: ClusterRun) -> None:
     keys = {"access_key": os.environ["TIDEMILL_S3_ACCESS_KEY"], "secret_key": "wrong"}
-    bench.admin.create(SECRETS, {"metadata": {"name": "wrong-keys"}, "stringData": keys})
-    end = end_of(bench, {"store_secret": "wrong-keys", "max_restarts": 3})
+    run.admin.create(SECRETS, {"metadata": {"name": "wrong-keys"}, "stringData": keys})
+    end = end_of(run, {"store_secret": "wrong-keys", "max_restarts": 3})
     assert "the driver failed: exit code 2\nbucket tidemill at " in str(end.error)
     assert "Check the keys in" in str(end.error)
     assert (end.left, "attempt 1" in end.status) == ([], True)
@@ -102,22 +102,22 @@ def quota(admin: KubernetesCluster) -> Iterator[None]:
         admin.delete(QUOTAS, "gpus")
 
 
-def test_a_quota_that_is_exceeded(bench: Bench) -> None:
-    with quota(bench.admin):
-        end = end_of(bench, {})
+def test_a_quota_that_is_exceeded(run: ClusterRun) -> None:
+    with quota(run.admin):
+        end = end_of(run, {})
     assert "the cluster refuses the pods of the run: exceeded quota: gpus, requested: requests.nvidia" in str(end.error)
     assert (end.left, end.seconds < SOON_S) == ([], True)
 
 
-def test_a_cluster_without_room_is_given_up_after_the_start_timeout_and_says_what_it_waits_for(bench: Bench) -> None:
+def test_a_cluster_without_room_is_given_up_after_the_start_timeout_and_says_what_it_waits_for(run: ClusterRun) -> None:
     """Two runs of five GPUs each, of eight."""
-    first = Bench(bench.admin, bench.steps, bench.store, bench.folder / "first")
-    first.tensor_parallel_size = bench.tensor_parallel_size = 4
+    first = ClusterRun(run.admin, run.steps, run.store, run.folder / "first")
+    first.tensor_parallel_size = run.tensor_parallel_size = 4
     first.trainer_steps = 1000  # so that it holds its GPUs
     first.provision()
     try:
         first.until(lambda: len(first.pods()) >= 3 and all(pod["spec"].get("nodeName") for pod in first.pods()))
-        end = end_of(bench, {"start_timeout_s": 60})
+        end = end_of(run, {"start_timeout_s": 60})
     finally:
         first.clear()
     assert "does not run after kubernetes.start_timeout_s = 60 s" in str(end.error)
@@ -125,25 +125,25 @@ def test_a_cluster_without_room_is_given_up_after_the_start_timeout_and_says_wha
     assert end.left == []
 
 
-def test_a_run_that_waits_for_kueue_says_so_and_ends_when_it_is_told_to(bench: Bench) -> None:
-    bench.kubernetes = {"queue": "gpus"}
-    bench.provision()
-    with bench.followed() as watched:
-        bench.until_shown("waits for room in Kueue's queue gpus")
-        assert bench.pods() == []
-        bench.admin.patch(RAY_JOBS, bench.job(), {"metadata": {"annotations": {STOP: "changed my mind"}}})
-        with pytest.raises(ClusterError, match="stopped before it began: changed my mind"):
+def test_a_run_that_waits_for_kueue_says_so_and_ends_when_it_is_told_to(run: ClusterRun) -> None:
+    run.kubernetes = {"queue": "gpus"}
+    run.provision()
+    with run.followed() as watched:
+        run.until_shown("waits for Kueue's queue gpus")
+        assert run.pods() == []
+        run.admin.patch(RAY_JOBS, run.job(), {"metadata": {"annotations": {STOP: "changed my mind"}}})
+        with pytest.raises(ClusterError, match="stopped before it started: changed my mind"):
             watched.result(240)
-    assert bench.left() == []
+    assert run.left() == []
 
 
-def test_no_permission(bench: Bench, reaper: KubernetesCluster) -> None:
+def test_no_permission(run: ClusterRun, reaper: KubernetesCluster) -> None:
     with pytest.raises(ClusterError, match=r"no permission in namespace .* to create.*rayjobs\.ray\.io"):
-        check_access(bench.config, reaper)
+        check_access(run.config, reaper)
     with pytest.raises(ClusterError, match=r"no permission to get rayjobs\.ray\.io .*tidemill-reaper"):
         reaper.get(RAY_JOBS, "x")
-    assert not reaper.may("create", CONFIG_MAPS)
+    assert not reaper.is_allowed("create", CONFIG_MAPS)
 
 
-def test_the_rights_of_a_step_are_enough(bench: Bench) -> None:
-    check_access(bench.config, bench.steps)
+def test_the_rights_of_a_step_are_enough(run: ClusterRun) -> None:
+    check_access(run.config, run.steps)

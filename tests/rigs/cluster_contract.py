@@ -10,7 +10,7 @@ import pytest
 from tidemill.errors import ClusterError
 from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS, Cluster, Kind, name_of
 
-NOTHING = Kind("tidemill.dev", "v1", "nothings", belongs_to="nobody")
+NOTHING = Kind("tidemill.dev", "v1", "nothings", provided_by="nobody")
 WAIT_S = 120.0
 
 
@@ -81,11 +81,11 @@ class ClusterContract:
     @pytest.mark.parametrize("kind", [WORKFLOWS, NOTHING])
     def test_a_kind_that_is_not_there_is_named_with_who_brings_it(self, cluster: Cluster, kind: Kind) -> None:
         for ask in (lambda: cluster.list(kind), lambda: cluster.get(kind, "x")):
-            with pytest.raises(ClusterError, match=f"knows no {kind}: install {kind.belongs_to}"):
+            with pytest.raises(ClusterError, match=f"knows no {kind}: install {kind.provided_by}"):
                 ask()
 
     def test_the_log_of_a_pod_that_is_not_there_is_empty(self, cluster: Cluster) -> None:
         assert cluster.log("no-such-pod") == ""
 
     def test_permissions_are_told(self, cluster: Cluster) -> None:
-        assert cluster.may("list", PODS)
+        assert cluster.is_allowed("list", PODS)

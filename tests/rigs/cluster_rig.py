@@ -20,14 +20,12 @@ from rich.console import Console
 
 from tidemill.config.names import job_name, selector
 from tidemill.config.run import RunConfig
-from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts, WallClock
+from tidemill.kuberay.budget import GpuUsage
 from tidemill.kuberay.client import TIMEOUT, KubernetesCluster
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Kind, Object, name_of
-from tidemill.kuberay.mirror import Screen
-from tidemill.kuberay.owner import Owner
-from tidemill.kuberay.run_status import Board
-from tidemill.kuberay.watch import Watcher
+from tidemill.kuberay.run_status import Owner
+from tidemill.kuberay.watch import EventOutput, Watcher
 from tidemill.observe.console import Progress
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
@@ -52,7 +50,7 @@ def with_token(admin: KubernetesCluster, account: str) -> KubernetesCluster:
     return KubernetesCluster(admin.namespace, ApiClient(configuration))
 
 
-class Bench:
+class ClusterRun:
     """One run, from the outside: what a pipeline's step does with it, and what an administrator sees."""
 
     def __init__(self, admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, folder: Path) -> None:
@@ -97,8 +95,7 @@ class Bench:
         config, progress = self.config, Progress(Console(file=self.output, width=200))
         with EventLog(config.folder / "events.jsonl") as log:
             attempts = Attempts(config, self.steps, self.store, self.owner, WallClock())
-            board = Board(self.steps, config.name, self.owner)
-            yield Watcher(attempts, Screen(log, progress), budget.load(self.store, config.name), board)
+            yield Watcher(attempts, EventOutput(log, progress), GpuUsage.load(self.store, config.name))
 
     def provision(self) -> int:
         """The step provision."""

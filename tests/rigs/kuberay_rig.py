@@ -1,4 +1,4 @@
-"""A run on Kubernetes without Kubernetes: cluster and operator are stand-ins, the store is real."""
+"""A run on a fake Kubernetes cluster with a fake operator and a real store."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from rich.console import Console
 
 from tidemill.config.run import RunConfig
 from tidemill.driver.failure import Failure
-from tidemill.kuberay import budget
 from tidemill.kuberay.attempts import Attempts
+from tidemill.kuberay.budget import GpuUsage
 from tidemill.kuberay.cluster import RAY_JOBS
 from tidemill.kuberay.fake import FakeClock, FakeCluster, FakeOperator
-from tidemill.kuberay.mirror import Screen
-from tidemill.kuberay.owner import Owner
-from tidemill.kuberay.run_status import Board
-from tidemill.kuberay.watch import Watcher
+from tidemill.kuberay.run_status import Owner, RunStatus
+from tidemill.kuberay.watch import EventOutput, Watcher
 from tidemill.observe.console import Progress
 from tidemill.observe.events import EventLog, StepFinished, event_to_dict
 from tidemill.observe.report import Summary
@@ -53,13 +51,13 @@ def settings(name: str, folder: Path, **kubernetes: Any) -> RunConfig:
 
 @dataclass
 class Rig:
-    """A run on a cluster of stand-ins, with a real store."""
+    """A run on a fake cluster, with a real store."""
 
     config: RunConfig
     store: ObjectStore
     clock: FakeClock = field(default_factory=FakeClock)
     owner: Owner = field(default_factory=Owner)
-    screen: io.StringIO = field(default_factory=io.StringIO)
+    output: io.StringIO = field(default_factory=io.StringIO)
 
     def __post_init__(self) -> None:
         self.cluster = FakeCluster(self.clock)
@@ -71,23 +69,26 @@ class Rig:
         return Attempts(self.config, self.cluster, self.store, self.owner, self.clock)
 
     def watcher(self) -> Watcher:
-        """A watcher that has just been started and remembers nothing."""
+        """A new watcher, which remembers nothing."""
         log = EventLog(self.config.folder / "events.jsonl")
         self.logs.append(log)
-        screen = Screen(log, Progress(Console(file=self.screen, width=200)))
-        board = Board(self.cluster, self.config.name, self.owner)
-        return Watcher(self.attempts, screen, budget.load(self.store, self.config.name), board)
+        output = EventOutput(log, Progress(Console(file=self.output, width=200)))
+        return Watcher(self.attempts, output, GpuUsage.load(self.store, self.config.name))
+
+    @property
+    def status(self) -> RunStatus:
+        return self.attempts.status
 
     def job(self, number: int = 1) -> str:
         return f"{self.config.name}-a{number}"
 
     def starts(self, number: int = 1, after: float = 5.0) -> None:
-        """KubeRay makes the pods of an attempt, and they come up."""
+        """KubeRay creates the pods of an attempt, and they start."""
         self.clock.after(after, lambda: self.operator.admit(self.job(number)))
         self.clock.after(after + 10, lambda: self.operator.run(self.job(number)))
 
     def leaves(self, number: int = 1) -> None:
-        """The driver of an attempt ends well and leaves its results."""
+        """The driver of an attempt succeeds and writes its results."""
         attempt = Attempt(self.config.name, number)
         self.store.put_bytes(attempt.summary, SUMMARY.to_json().encode())
         self.store.put_bytes(attempt.evaluation, b"null")
@@ -97,7 +98,7 @@ class Rig:
         self.operator.succeed(self.job(number))
 
     def fails(self, number: int, error: BaseException) -> None:
-        """The driver of an attempt fails and says why."""
+        """The driver of an attempt fails and records why."""
         try:
             raise error
         except type(error) as raised:
@@ -106,20 +107,20 @@ class Rig:
         self.operator.fail(self.job(number))
 
     def steps(self, number: int, *steps: int, offset: int = 0) -> int:
-        """The driver of an attempt reports steps; returns where the journal ends."""
+        """The driver of an attempt writes steps; returns the end of the journal."""
         events = [StepFinished(step, 3, step, 1.0, {"reward/mean": step / 10}) for step in steps]
         data = "".join(json.dumps(event_to_dict(event)) + "\n" for event in events).encode()
         self.store.put_bytes(f"{Attempt(self.config.name, number).events}/{offset:012d}.jsonl", data)
         return offset + len(data)
 
     def left(self) -> list[str]:
-        """Names of what is still in the cluster, but for events and the notes about the run."""
+        """Names of the objects in the cluster, except events and the status of the run."""
         return [name for kind, name in self.cluster.objects if kind.plural not in ("events", "configmaps")]
 
-    def made(self) -> list[str]:
-        """Names of the RayJobs that were made."""
+    def created(self) -> list[str]:
+        """Names of the RayJobs that were created."""
         return [
-            name for name in self.cluster.made if name.startswith(f"{self.config.name}-a") and "-cluster" not in name
+            name for name in self.cluster.created if name.startswith(f"{self.config.name}-a") and "-cluster" not in name
         ]
 
 
@@ -137,7 +138,7 @@ def killed() -> None:
 
 
 def holds_on(rig: Rig, after: float, until: float) -> None:
-    """The pods of attempt 1 take until then to end, once it is deleted."""
+    """The pods of attempt 1 end at `until`, if it is deleted after `after`."""
     rig.clock.after(after, lambda: rig.operator.job(rig.job())["metadata"].update(finalizers=["ray.io/rayjob"]))
 
     def finalize() -> None:

@@ -1,6 +1,6 @@
-"""Runs for Kubernetes and the parts of their RayJobs, as the tests of manifests need them.
+"""Runs on Kubernetes and parts of their RayJobs, for the tests of manifests.
 
-Run as a program it writes the golden manifest again.
+As a program it writes the golden manifest.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from typing import Any
 
 from tidemill.config.reading import load_config
 from tidemill.config.run import RunConfig
-from tidemill.kuberay.kinds import OwnerReference
-from tidemill.kuberay.manifest import ray_job
-from tidemill.kuberay.render import as_yaml
+from tidemill.kuberay.manifest import as_yaml, ray_job
+from tidemill.kuberay.run_status import owner_reference
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden/rayjob.yaml"
@@ -68,8 +67,8 @@ def container(template: Tree) -> Tree:
 
 
 def large_run() -> Tree:
-    """The RayJob of a run that uses every setting of Kubernetes; all the other settings are left out of it."""
-    owner = OwnerReference(name="tidemill-post-training-x7k2p", uid="11111111-2222-3333-4444-555555555555")
+    """The RayJob of a run that uses every Kubernetes setting; its other settings are replaced by `...`."""
+    owner = owner_reference("tidemill-post-training-x7k2p", "11111111-2222-3333-4444-555555555555")
     kfp_run = "66666666-7777-8888-9999-aaaaaaaaaaaa"
     job = ray_job(on_kubernetes(*LARGE), 2, owner=owner, kfp_run_id=kfp_run, mlflow_run_id="0" * 32)
     next(e for e in container(templates(job)["head"])["env"] if e["name"] == "TIDEMILL_CONFIG")["value"] = "..."

@@ -40,7 +40,7 @@ def print_manifests(arguments: argparse.Namespace) -> int:
         ConfigError: options for the pipeline are there too, or the file cannot be written.
     """
     from tidemill.config.reading import load_config
-    from tidemill.kuberay.render import manifests
+    from tidemill.kuberay.manifest import manifests
 
     for option, value in (("--check", arguments.check), ("--pipeline", arguments.pipeline)):
         if value is not None:

@@ -11,11 +11,11 @@ from rich.console import Console
 from tidemill.config.names import STOP, selector
 from tidemill.errors import ClusterError, ConfigError, RunError, TidemillError
 from tidemill.kuberay.attempts import WallClock, has_ended
-from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of
-from tidemill.kuberay.reap import reap, sweep
+from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of, seconds
+from tidemill.kuberay.job_state import NODE_TYPE
+from tidemill.kuberay.reap import KfpRuns, delete_old_status, reap
 from tidemill.kuberay.release import release_run
 from tidemill.kuberay.run_status import STOPPED, close
-from tidemill.kuberay.state import NODE_TYPE, seconds
 from tidemill.kuberay.status import look
 
 ALL = "all"
@@ -127,11 +127,9 @@ def ask_to_stop(cluster: Cluster, run: str, reason: str) -> None:
 
 def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
     """Delete what nobody looks after, and old notes."""
-    from tidemill.kuberay.kfp_runs import KfpRuns
-
     now, age, dry = time.time(), arguments.older_than * MINUTE_S, arguments.dry_run
     if not dry:
-        sweep(cluster, now)
+        delete_old_status(cluster, now)
     is_over = KfpRuns(arguments.endpoint).is_over if arguments.endpoint else None
     found = False
     for job in reap(cluster, age, now, is_over, dry_run=dry):

@@ -23,7 +23,7 @@ from tidemill.config.address import is_server
 from tidemill.config.reading import load_config
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError, StoreError
-from tidemill.kuberay.render import manifests
+from tidemill.kuberay.manifest import manifests
 from tidemill.rollout.sources import load_rows
 from tidemill.steps.request import MARK, Request, entries, mark
 from tidemill.steps.sweep import variants

@@ -1,58 +1,63 @@
-"""The attempts at a run: their RayJobs, made under names that follow from the run, found again, and taken away.
+"""The attempts at a run: their RayJobs, named after the run, and the results that they leave in the store.
 
-RUN-a1 failed, gone     RUN-a2 lost its head, gone     RUN-a3 runs
+RUN-a1 failed, deleted     RUN-a2 lost its head, deleted     RUN-a3 runs
+
+The watcher and a client that ends the run need no lock. The client first closes the run in its ConfigMap and then
+deletes the RayJobs that exist; the watcher first creates a RayJob and then reads the ConfigMap. At least one of the two
+sees what the other did.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, attempt_of, job_name, selector
 from tidemill.config.run import RunConfig
-from tidemill.errors import ConfigError, RunError
-from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, labels_of, name_of
+from tidemill.driver.failure import Failure
+from tidemill.errors import ClusterError, ConfigError, RunError, StoreError, TidemillError
+from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, labels_of, name_of, seconds
+from tidemill.kuberay.job_state import NODE_TYPE, JobState, Phase
 from tidemill.kuberay.manifest import ray_job
-from tidemill.kuberay.owner import Owner
-from tidemill.kuberay.schema import check
-from tidemill.kuberay.state import seconds
-from tidemill.store.attempt import latest_attempt
+from tidemill.kuberay.run_status import Owner, RunStatus
+from tidemill.observe.report import Summary
+from tidemill.retry import retrying, wait_for
+from tidemill.store.attempt import Attempt, latest_attempt
 from tidemill.store.object_store import ObjectStore
 
 REMOVAL_TIMEOUT_S = 300.0
-"""Longer than pods get to end, 30 s, and KubeRay to look."""
+"""More than the termination grace period of the pods and the time that KubeRay needs to notice."""
 POLL_S = 2.0
-T = TypeVar("T")
+LOG_LINES = 30
 ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
+T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Time, and waiting for it to pass."""
+    """The time in seconds since 1970, and a way to wait."""
 
-    def time(self) -> float:
-        """Seconds since 1970."""
-        ...
+    def time(self) -> float: ...
 
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        ...
+    def sleep(self, seconds: float) -> None: ...
 
 
 class WallClock:
-    """The time of this machine."""
+    """The clock of this machine."""
 
     def time(self) -> float:
-        """See `Clock.time`."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """See `Clock.sleep`."""
         time.sleep(seconds)
 
 
-@dataclass(frozen=True, slots=True)
+class RemoteTraceback(Exception):
+    """The traceback of a driver."""
+
+
+@dataclass(slots=True)
 class Attempts:
     """The attempts at one run."""
 
@@ -61,134 +66,213 @@ class Attempts:
     store: ObjectStore
     owner: Owner
     clock: Clock
+    status: RunStatus = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.status = RunStatus(self.cluster, self.config.name, self.owner)
 
     def jobs(self) -> list[Object]:
         """RayJobs of the run, oldest attempt first, without those that are being deleted."""
         found = self.cluster.list(RAY_JOBS, selector(self.config.name))
-        living = [job for job in found if not job["metadata"].get("deletionTimestamp")]
-        return sorted(living, key=lambda job: attempt_of(labels_of(job)))
+        present = [job for job in found if not job["metadata"].get("deletionTimestamp")]
+        return sorted(present, key=lambda job: attempt_of(labels_of(job)))
 
-    def live(self) -> int | None:
-        """Number of the newest attempt that has a RayJob, which from now on belongs to this pipeline run."""
+    def newest(self) -> int | None:
+        """Number of the newest attempt that has a RayJob; the RayJob is adopted by this pipeline run."""
         jobs = self.jobs()
         if not jobs:
             return None
         self.adopt(jobs[-1])
         return attempt_of(labels_of(jobs[-1]))
 
-    def under_way(self) -> int | None:
-        """Number of the newest attempt, if that has not ended."""
-        jobs = self.jobs()
-        return None if not jobs or has_ended(jobs[-1]) else self.live()
-
-    def begin_next(self) -> int:
-        """Begin the attempt after all that there were; what these still have in the cluster goes first."""
-        earlier = [attempt_of(labels_of(job)) for job in self.jobs()]
-        for number in earlier:
-            self.remove(number)
-        number = max([*earlier, self.last()]) + 1
-        self.begin(number)
-        return number
-
-    def last(self) -> int:
+    def newest_stored(self) -> int:
         """Number of the newest attempt that left anything in the store; 0 before the first."""
         return latest_attempt(self.store, self.config.name)
 
-    def begin(self, number: int) -> None:
-        """Make the RayJob of an attempt, or take over the one that is there; one on its way out is waited for.
+    def active(self) -> int | None:
+        """Number of the newest attempt if it has not ended; its RayJob is adopted by this pipeline run."""
+        jobs = self.jobs()
+        return None if not jobs or has_ended(jobs[-1]) else self.newest()
+
+    def replace(self) -> int:
+        """Delete the RayJobs of all earlier attempts, then create the RayJob of a new one."""
+        earlier = [attempt_of(labels_of(job)) for job in self.jobs()]
+        for number in earlier:
+            self.remove(number)
+        number = max([*earlier, self.newest_stored()]) + 1
+        self.create(number)
+        return number
+
+    def continue_with(self, number: int) -> None:
+        """Create the RayJob of a further attempt.
 
         Raises:
-            ConfigError: the settings make a RayJob that the cluster would refuse, or something else has its name.
-            RunError: the old one does not go.
+            ClusterError: the run was ended, or stopped while no attempt existed.
+        """
+        reason = self.status.closed()
+        if reason is not None:
+            raise ClusterError(f"no further attempt starts: {reason}. Submit the run again to continue it.")
+        self.create(number)
+        self.remove_if_ended(number)
+
+    def remove_if_ended(self, number: int) -> None:
+        """Delete an attempt if the run was ended in the meantime.
+
+        Raises:
+            ClusterError: the run was ended.
+        """
+        reason = self.status.ended()
+        if reason is not None:
+            self.remove(number)
+            raise ClusterError(f"attempt {number} is deleted: {reason}. Submit the run again to continue it.")
+
+    def create(self, number: int) -> None:
+        """Create the RayJob of an attempt, or adopt the existing one; one that is being deleted is waited for.
+
+        Raises:
+            ClusterError: the API server refuses the RayJob.
+            ConfigError: a RayJob of something else has its name.
+            RunError: the old RayJob does not disappear.
         """
         owner = self.owner
         manifest = ray_job(
             self.config, number, owner=owner.reference, kfp_run_id=owner.kfp_run, mlflow_run_id=owner.mlflow_run
         )
         manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"}
-        check(manifest)
         found = self.cluster.create(RAY_JOBS, manifest)
         if labels_of(found).get(RUN_LABEL) != self.config.name:
-            fix = f"{name_of(found)} in namespace {self.cluster.namespace} is of something else: take another name."
-            raise ConfigError("name", self.config.name, "a name whose RayJobs are its own", fix)
+            place = f"{name_of(found)} in namespace {self.cluster.namespace}"
+            fix = f"RayJob {place} belongs to something else: choose another name."
+            raise ConfigError("name", self.config.name, "a name whose RayJobs belong to this run", fix)
         if found["metadata"].get("deletionTimestamp"):
-            self.wait_until_gone([number])
+            self.wait_until_removed(number)
             found = self.cluster.create(RAY_JOBS, manifest)
         self.adopt(found)
 
     def adopt(self, job: Object) -> None:
-        """Have a RayJob belong to this pipeline run, as after a new start of a pipeline that was ended."""
+        """Make this pipeline run the owner of a RayJob, for example when a new pipeline continues an old run."""
         if self.owner.kfp_run is None or labels_of(job).get(KFP_RUN_LABEL) == self.owner.kfp_run:
             return
         change: dict[str, object] = {"labels": {KFP_RUN_LABEL: self.owner.kfp_run}}
         if self.owner.reference is not None:
-            change["ownerReferences"] = [self.owner.reference.as_dict()]
+            change["ownerReferences"] = [self.owner.reference]
         self.cluster.patch(RAY_JOBS, name_of(job), {"metadata": change})
 
     def remove(self, number: int) -> None:
         """Delete the RayJob of an attempt and wait until nothing of it holds a GPU."""
-        patiently(lambda: self.cluster.delete(RAY_JOBS, job_name(self.config.name, number)), self.clock)
-        self.wait_until_gone([number])
+        repeat(lambda: self.cluster.delete(RAY_JOBS, job_name(self.config.name, number)), self.clock)
+        self.wait_until_removed(number)
 
-    def wait_until_gone(self, numbers: Sequence[int]) -> None:
-        """Wait for the end of what belongs to attempts.
+    def wait_until_removed(self, number: int) -> None:
+        run = selector(self.config.name)
+        wait_until_removed(self.cluster, run, lambda thing: attempt_of(labels_of(thing)) == number, self.clock)
 
-        Raises:
-            RunError: something is still there after `REMOVAL_TIMEOUT_S`.
-        """
+    def result(self, attempt: Attempt) -> Summary | None:
+        """The summary of an attempt that succeeded; the score of the model is the last object that it writes."""
+        if not (self.store.exists(attempt.summary) and self.store.exists(attempt.evaluation)):
+            return None
+        return Summary.from_json(self.store.get_bytes(attempt.summary).decode())
 
-        def ours(thing: Object) -> bool:
-            return attempt_of(labels_of(thing)) in numbers
+    def failure(self, attempt: Attempt) -> Failure | None:
+        """The failure that an attempt recorded."""
+        if not self.store.exists(attempt.failure):
+            return None
+        return Failure.from_json(self.store.get_bytes(attempt.failure).decode(), self.store.uri(attempt.failure))
 
-        wait_until_none(self.cluster, selector(self.config.name), ours, self.clock)
+    def error(self, attempt: Attempt, state: JobState) -> TidemillError:
+        """The error of an attempt that is over; RunError if another attempt may succeed."""
+        failure = self.failure(attempt)
+        if failure is not None:
+            return remote_error(failure)
+        if state.phase is Phase.GONE:
+            return self.verdict(attempt) or ClusterError(
+                f"RayJob {job_name(self.config.name, attempt.number)} was deleted from outside, for example by "
+                "`tidemill stop --now`. Submit the run again to continue from its newest checkpoint."
+            )
+        reason = state.fatal or f"the driver ended without a result: {state.progress}"
+        if state.phase in (Phase.RUNNING, Phase.FAILED) and "\n" not in reason:  # else it quotes the driver already
+            reason = "\n".join(filter(None, (reason, self.last_log_lines(attempt.number))))
+        if state.retryable or (state.fatal is None and state.phase is not Phase.SUCCEEDED):
+            return RunError(reason)
+        return ClusterError(reason)
 
-
-def patiently(ask: Callable[[], T], clock: Clock) -> T:
-    """An answer of the cluster to what may be asked again, also where it is away for some minutes: what gives GPUs back
-    gives up last.
-
-    Raises:
-        RunError: it is away for longer than `REMOVAL_TIMEOUT_S`.
-    """
-    deadline = clock.time() + REMOVAL_TIMEOUT_S
-    while True:
+    def record_verdict(self, attempt: Attempt, error: TidemillError) -> None:
+        """Record that no attempt follows, so that a retried step raises the same error and starts no attempt."""
         try:
-            return ask()
-        except RunError:
-            if clock.time() > deadline:
-                raise
-            clock.sleep(POLL_S)
+            self.store.put_bytes(attempt.verdict, str(error).encode())
+        except StoreError as cause:
+            error.add_note(f"A retry of this step starts a new attempt, because this could not be recorded: {cause}")
+
+    def verdict(self, attempt: Attempt) -> ClusterError | None:
+        """The error of `record_verdict`."""
+        if not self.store.exists(attempt.verdict):
+            return None
+        return ClusterError(self.store.get_bytes(attempt.verdict).decode())
+
+    def last_log_lines(self, number: int) -> str:
+        """The end of the driver's log, from the submitter pod or else from the head pod."""
+        pods = [
+            pod
+            for pod in self.cluster.list(PODS, selector(self.config.name))
+            if attempt_of(labels_of(pod)) == number and labels_of(pod).get(NODE_TYPE) in (None, "head")
+        ]
+        for pod in sorted(pods, key=lambda pod: labels_of(pod).get(NODE_TYPE, "")):
+            text = self.cluster.log(name_of(pod), lines=LOG_LINES).strip()
+            if text:
+                return f"the last lines of pod {name_of(pod)}:\n{text}"
+        return ""
+
+
+def remote_error(failure: Failure) -> TidemillError:
+    """The error of a driver, with its traceback as the cause."""
+    text = failure.message if failure.expected else f"{failure.error}: {failure.message}\n{failure.origin.strip()}"
+    error: TidemillError = RunError(text) if failure.retryable else TidemillError(text)
+    error.__cause__ = RemoteTraceback(failure.trace)
+    return error
 
 
 def has_ended(job: Object) -> bool:
-    """Whether a RayJob is over for KubeRay, which then takes its cluster away, and never the job itself."""
+    """Whether KubeRay is done with a RayJob; it then deletes the RayCluster, but never the RayJob."""
     return (job.get("status") or {}).get("jobDeploymentStatus") in ENDED
 
 
 def ended_at(job: Object | None) -> float | None:
-    """When the job of a RayJob ended, in seconds since 1970; None while it goes on, or where there is none."""
+    """When the job of a RayJob ended, in seconds since 1970; None before that, or without a RayJob."""
     end = ((job or {}).get("status") or {}).get("endTime")
     return None if end is None else seconds(end)
 
 
-def wait_until_none(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock: Clock) -> None:
-    """Wait until no RayJob and no pod is left of those that a selector and a test choose.
-
-    A RayJob that is deleted in the foreground outlives its RayCluster.
+def repeat(call: Callable[[], T], clock: Clock) -> T:
+    """Repeat an idempotent call while the API server is away, for as long as a removal may take: GPUs depend on it.
 
     Raises:
-        RunError: naming what is left after `REMOVAL_TIMEOUT_S`.
+        RunError: the server is away for longer than `REMOVAL_TIMEOUT_S`.
     """
+    return retrying(RunError, REMOVAL_TIMEOUT_S, POLL_S, now=clock.time, sleep=clock.sleep)(call)
 
-    def look() -> list[str]:
-        things = [(kind, thing) for kind in (RAY_JOBS, PODS) for thing in cluster.list(kind, chosen)]
-        return [f"{kind.plural}/{name_of(thing)}" for kind, thing in things if ours(thing)]
 
-    deadline = clock.time() + REMOVAL_TIMEOUT_S
-    while left := patiently(look, clock):
-        if clock.time() > deadline:
-            raise RunError(
-                f"still there {REMOVAL_TIMEOUT_S:.0f} s after it was deleted: {', '.join(left)}. Look whether the "
-                f"KubeRay operator runs, and at `kubectl describe` of these in namespace {cluster.namespace}."
-            )
-        clock.sleep(POLL_S)
+def wait_until_removed(cluster: Cluster, selected: str, ours: Callable[[Object], bool], clock: Clock) -> None:
+    """Wait until none of the RayJobs and pods that a selector and a predicate choose exists.
+
+    Args:
+        cluster: their namespace.
+        selected: label selector.
+        ours: further condition.
+        clock: of the wait.
+
+    Raises:
+        RunError: some still exist after `REMOVAL_TIMEOUT_S`.
+    """
+    left: list[str] = []
+
+    def none_left() -> bool:
+        found = [(kind, thing) for kind in (RAY_JOBS, PODS) for thing in cluster.list(kind, selected)]
+        left[:] = [f"{kind.plural}/{name_of(thing)}" for kind, thing in found if ours(thing)]
+        return not left
+
+    removed = wait_for(lambda: repeat(none_left, clock), REMOVAL_TIMEOUT_S, POLL_S, now=clock.time, sleep=clock.sleep)
+    if not removed:
+        raise RunError(
+            f"{', '.join(left)} still exist {REMOVAL_TIMEOUT_S:.0f} s after their deletion. Check that the KubeRay "
+            f"operator runs, and see `kubectl describe` of these objects in namespace {cluster.namespace}."
+        )

@@ -1,4 +1,7 @@
-"""A Kubernetes cluster, reached as a pod of it or through a kubeconfig. Nothing else imports its client library."""
+"""A client of a Kubernetes API server, from inside a pod or through a kubeconfig.
+
+Only this file imports the Kubernetes client library, for credentials and connections.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +24,35 @@ TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 TIMEOUT = urllib3.Timeout(connect=5, read=30)
 FOLLOW_TIMEOUT = urllib3.Timeout(connect=5, read=3600)
 BUSY = frozenset({429, 500, 502, 503, 504})
-PATIENCE = urllib3.Retry(5, backoff_factor=0.5, status_forcelist=BUSY, allowed_methods=None, raise_on_status=False)
-"""Some 15 s. Whatever we ask may be asked twice: a creation that is repeated finds what the first one made."""
+RETRIES = urllib3.Retry(5, backoff_factor=0.5, status_forcelist=BUSY, allowed_methods=None, raise_on_status=False)
+"""About 15 s. Every request may be sent twice: a repeated creation finds the object of the first one."""
 PAGE = 500
-TRIES = 3
-PASSING = BUSY | {408, 409, 410}
-"""Answers after which the same may be asked again."""
-NO_LOG = (400, 404)  # of a pod that is gone, or whose container has not started
+ATTEMPTS = 3
+TRANSIENT = BUSY | {408, 409, 410}
+"""Statuses after which a later request may succeed."""
+NO_LOG = (400, 404)  # the pod does not exist, or its container has not started
+STRICT = {"fieldValidation": "Strict"}
+INVALID = (400, 422)
 
 
 class KubernetesCluster:
     """One namespace behind an API server; implements `cluster.Cluster`.
 
     Args:
-        namespace: of all that has one.
+        namespace: of namespaced objects.
         client: address and credentials.
-        patience: how often and after what a request is sent again.
+        retries: how often and after which answers a request is sent again.
     """
 
-    def __init__(self, namespace: str, client: ApiClient, patience: urllib3.Retry = PATIENCE) -> None:
-        self.namespace, self.client, self.patience = namespace, client, patience
+    def __init__(self, namespace: str, client: ApiClient, retries: urllib3.Retry = RETRIES) -> None:
+        self.namespace, self.client, self.retries = namespace, client, retries
 
     @classmethod
-    def connect(cls, namespace: str, patience: urllib3.Retry = PATIENCE) -> KubernetesCluster:
-        """The cluster of KUBECONFIG, else the one that this pod runs in, else that of ~/.kube/config.
-
-        Nothing is sent yet.
+    def connect(cls, namespace: str, retries: urllib3.Retry = RETRIES) -> KubernetesCluster:
+        """The cluster of KUBECONFIG, else the cluster of this pod, else the one of ~/.kube/config. Sends no request.
 
         Raises:
-            ConfigError: there is none of them, or it cannot be read.
+            ConfigError: there is no configuration, or it cannot be read.
         """
         configuration = Configuration()
         try:
@@ -58,25 +61,42 @@ class KubernetesCluster:
             else:
                 load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
         except (ConfigException, OSError, ValueError) as error:
-            fix = f"{str(error).rstrip('.')}. Name the cluster's kubeconfig in KUBECONFIG."
+            fix = f"{str(error).rstrip('.')}. Set KUBECONFIG to the kubeconfig of the cluster."
             found = os.environ.get("KUBECONFIG")
-            raise ConfigError("KUBECONFIG", found, "a kubeconfig that can be read", fix) from error
-        return cls(namespace, ApiClient(configuration), patience)
+            raise ConfigError("KUBECONFIG", found, "a readable kubeconfig", fix) from error
+        return cls(namespace, ApiClient(configuration), retries)
 
     def create(self, kind: Kind, manifest: Object) -> Object:
-        """See `Cluster.create`."""
-        for _ in range(TRIES):
-            status, body = self.ask("POST", kind, body=manifest)
+        for _ in range(ATTEMPTS):
+            status, body = self.post(kind, manifest, STRICT)
             if reason_of(body) != "AlreadyExists":
-                made: Object = self.expect(status, body, f"create {kind}", kind)
-                return made
+                created: Object = self.expect(status, body, f"create {kind}", kind)
+                return created
             found = self.get(kind, name_of(manifest))
             if found is not None:
                 return found
-        raise RunError(f"{kind} {name_of(manifest)} was deleted {TRIES} times while it was looked at")
+        raise RunError(f"{kind} {name_of(manifest)} was created and deleted by others {ATTEMPTS} times in a row")
+
+    def dry_run_create(self, kind: Kind, manifest: Object) -> None:
+        status, body = self.post(kind, manifest, STRICT | {"dryRun": "All"})
+        if reason_of(body) != "AlreadyExists":
+            self.expect(status, body, f"create {kind}", kind)
+
+    def post(self, kind: Kind, manifest: Object, query: Mapping[str, str]) -> tuple[int, str]:
+        """The answer to the creation of an object.
+
+        Raises:
+            ClusterError: the object is invalid.
+        """
+        status, body = self.ask("POST", kind, query=query, body=manifest)
+        if status in INVALID and reason_of(body):
+            raise ClusterError(
+                f"the cluster refuses {kind} {name_of(manifest)}: {message_of(body).rstrip('. ')}. Correct the setting "
+                "under `kubernetes` that this comes from."
+            )
+        return status, body
 
     def get(self, kind: Kind, name: str) -> Object | None:
-        """See `Cluster.get`."""
         status, body = self.ask("GET", kind, name)
         if is_gone(status, body):
             return None
@@ -84,7 +104,6 @@ class KubernetesCluster:
         return found
 
     def list(self, kind: Kind, selector: str = "") -> list[Object]:
-        """See `Cluster.list`."""
         found: list[Object] = []
         query = {"labelSelector": selector, "limit": str(PAGE)}
         while True:
@@ -99,19 +118,16 @@ class KubernetesCluster:
                 return found
 
     def patch(self, kind: Kind, name: str, change: Object) -> None:
-        """See `Cluster.patch`."""
         status, body = self.ask("PATCH", kind, name, body=change)
         if not is_gone(status, body):
             self.expect(status, body, f"patch {kind}", kind)
 
     def delete(self, kind: Kind, name: str) -> None:
-        """See `Cluster.delete`."""
         status, body = self.ask("DELETE", kind, name, body={"propagationPolicy": "Foreground"})
         if not is_gone(status, body):
             self.expect(status, body, f"delete {kind}", kind)
 
     def log(self, pod: str, container: str | None = None, lines: int = 100) -> str:
-        """See `Cluster.log`."""
         response = self.open_log(pod, container, {"tailLines": str(lines)}, TIMEOUT)
         text: str = response.data.decode(errors="replace")
         if response.status in NO_LOG:
@@ -120,7 +136,6 @@ class KubernetesCluster:
         return text
 
     def follow(self, pod: str, container: str | None = None) -> Iterator[str]:
-        """See `Cluster.follow`."""
         response = self.open_log(pod, container, {"follow": "true"}, FOLLOW_TIMEOUT)
         try:
             if response.status != 200:
@@ -136,15 +151,7 @@ class KubernetesCluster:
         finally:
             response.release_conn()
 
-    def rehearse(self, kind: Kind, manifest: Object) -> None:
-        """See `Cluster.rehearse`."""
-        query = {"dryRun": "All", "fieldValidation": "Strict"}
-        status, body = self.ask("POST", kind, query=query, body=manifest)
-        if status != 409:
-            self.expect(status, body, f"create {kind}", kind)
-
-    def may(self, verb: str, kind: Kind) -> bool:
-        """See `Cluster.may`."""
+    def is_allowed(self, verb: str, kind: Kind) -> bool:
         attributes = {"verb": verb, "group": kind.group, "resource": kind.plural}
         if kind.namespaced:
             attributes["namespace"] = self.namespace
@@ -158,7 +165,7 @@ class KubernetesCluster:
         return bool(self.expect(status, body, f"create {reviews}", reviews)["status"]["allowed"])
 
     def open_log(self, pod: str, container: str | None, query: Mapping[str, str], timeout: urllib3.Timeout) -> Any:
-        """A response with the log of a pod, to be closed."""
+        """A response with the log of a pod; the caller closes it."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
         return self.send("GET", path, {**query, **({"container": container} if container else {})}, None, timeout)
 
@@ -171,7 +178,7 @@ class KubernetesCluster:
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
     ) -> tuple[int, str]:
-        """Status and text of an answer."""
+        """Status and text of the answer to a request."""
         path = kind.path(self.namespace) + (f"/{name}" if name else "")
         response = self.send(method, path, query or {}, body, TIMEOUT)
         return response.status, response.data.decode(errors="replace")
@@ -179,10 +186,10 @@ class KubernetesCluster:
     def send(
         self, method: str, path: str, query: Mapping[str, str], body: Object | None, timeout: urllib3.Timeout
     ) -> Any:
-        """The answer of the API server, whatever its status.
+        """The answer of the API server, with any status.
 
         Raises:
-            RunError: there is none.
+            RunError: there is no answer.
         """
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json, */*", "Content-Type": kind}
@@ -195,7 +202,7 @@ class KubernetesCluster:
                 body=None if body is None else json.dumps(body),
                 headers=headers,
                 timeout=timeout,
-                retries=self.patience,
+                retries=self.retries,
                 preload_content=timeout is TIMEOUT,
             )
         except HTTPError as error:
@@ -203,56 +210,62 @@ class KubernetesCluster:
             raise RunError(f"the Kubernetes API server at {host} does not answer: {cause}") from error
 
     def expect(self, status: int, text: str, what: str, kind: Kind) -> Any:
-        """The object of an answer.
+        """The object in an answer.
 
         Raises:
-            ClusterError, RunError: it is none.
+            ClusterError, RunError: the answer is an error.
         """
         if status == 404 and is_gone(status, text):
-            raise ClusterError(f"cannot {what}: {message_of(text)}. Make it (k8s/ does), or mend kubernetes.namespace.")
+            raise ClusterError(
+                f"cannot {what}: {message_of(text)}. Create it (k8s/ does), or correct kubernetes.namespace."
+            )
         if status == 404:
             raise ClusterError(
-                f"the cluster knows no {kind}: install {kind.belongs_to}"
+                f"the cluster knows no {kind}: install {kind.provided_by}"
                 + (" (docs/kubernetes.md says how)" if kind.group == RAY_JOBS.group else "")
             )
         self.check(status, text, what)
         return json.loads(text)
 
     def check(self, status: int, text: str, what: str) -> None:
-        """Nothing, if an answer says that all is well.
+        """Raise the error of an answer that is one.
 
         Raises:
-            ClusterError: it refuses us for good.
-            RunError: the server fails.
+            ClusterError: the server refuses the request.
+            RunError: the server fails, and a later request may succeed.
         """
         if 200 <= status < 300:
             return
         host, said = self.client.configuration.host, message_of(text)
         if status == 401:
-            raise ClusterError(f"the Kubernetes API server at {host} does not know us: {said}. Renew the credentials.")
+            raise ClusterError(
+                f"the Kubernetes API server at {host} does not accept the credentials: {said}. Renew them."
+            )
         if status == 403 and "exceeded quota" in said:
             raise ClusterError(f"namespace {self.namespace} has no room: {said}")
         if status == 403 and "being terminated" in said:
-            raise ClusterError(f"namespace {self.namespace} is being deleted: {said}. Make it anew, or take another.")
+            raise ClusterError(f"namespace {self.namespace} is being deleted: {said}. Create it again, or use another.")
         if status == 403:
-            raise ClusterError(f"no permission to {what} in namespace {self.namespace}: {said}. k8s/ has the role.")
-        if status in PASSING:
+            raise ClusterError(
+                f"no permission to {what} in namespace {self.namespace}: {said}. k8s/ has a role for it."
+            )
+        if status in TRANSIENT:
             raise RunError(f"cannot {what}: the Kubernetes API server at {host} answers {status}: {said}")
         raise ClusterError(f"cannot {what} in namespace {self.namespace}: {said} ({status})")
 
 
 def is_gone(status: int, text: str) -> bool:
-    """Whether an answer says that there is no object of this name; an unknown kind is something else."""
+    """Whether an answer says that the object does not exist; an unknown kind gives another 404."""
     if status != 404:
         return False
     try:
         return bool(json.loads(text).get("details", {}).get("name"))
     except (ValueError, AttributeError):
-        return False  # a page of the server's own, as for an address that it does not know
+        return False  # a plain 404 page, for an unknown URL
 
 
 def reason_of(text: str) -> str:
-    """The one word by which the API server says why it refuses; "" where it does not."""
+    """The machine-readable reason of a refusal, "" without one."""
     try:
         answer = json.loads(text)
         return str(answer.get("reason", "")) if answer.get("kind") == "Status" else ""
@@ -261,7 +274,7 @@ def reason_of(text: str) -> str:
 
 
 def message_of(text: str) -> str:
-    """What a refusal says."""
+    """The message of a refusal."""
     try:
         return str(json.loads(text)["message"])
     except (ValueError, KeyError, TypeError):

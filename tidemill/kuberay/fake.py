@@ -1,7 +1,7 @@
-"""Stands in for a Kubernetes cluster with the KubeRay operator: for tests, in one process and without waiting.
+"""A Kubernetes cluster with the KubeRay operator for tests, in one process and without waiting.
 
-`FakeCluster` keeps objects as an API server does; `FakeOperator` does to RayJobs what KubeRay and the kubelet do, one
-call an event, so that a test says what happens and when.
+`FakeCluster` stores objects as an API server does; `FakeOperator` does to RayJobs what KubeRay and the kubelet do.
+Every call is one event, so a test decides what happens and when.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ Thing = dict[str, Any]
 
 @dataclass(slots=True)
 class FakeClock:
-    """Time that passes only when someone sleeps, and what happens on the way; implements `attempts.Clock`."""
+    """Time that passes only during `sleep`, and events at planned times; implements `attempts.Clock`."""
 
     now: float = 1_800_000_000.0
     planned: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def time(self) -> float:
-        """Seconds since 1970."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
         end = self.now + seconds
         while self.planned and self.planned[0][0] <= end:
             self.now, _, happen = heapq.heappop(self.planned)
@@ -41,11 +39,11 @@ class FakeClock:
         self.now = end
 
     def after(self, seconds: float, happen: Callable[[], None]) -> None:
-        """Plan what happens in so many seconds."""
+        """Plan an event."""
         heapq.heappush(self.planned, (self.now + seconds, next(self.numbers), happen))
 
     def stamp(self) -> str:
-        """Now, as Kubernetes writes it."""
+        """The time in the notation of Kubernetes."""
         return datetime.fromtimestamp(self.now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -53,10 +51,10 @@ class FakeCluster:
     """Implements `cluster.Cluster`.
 
     Args:
-        clock: of creation times.
+        clock: of creation timestamps.
         namespace: of all objects.
         missing: kinds that the cluster does not know.
-        forbidden: pairs of verb and kind that we may not.
+        forbidden: pairs of verb and kind that the client has no permission for.
     """
 
     def __init__(
@@ -72,27 +70,24 @@ class FakeCluster:
         self.away = False
         self.objects: dict[tuple[Kind, str], Thing] = {}
         self.logs: dict[str, str] = {}
-        self.made: list[str] = []
+        self.created: list[str] = []
         self.uids = itertools.count(1)
 
     def create(self, kind: Kind, manifest: Object) -> Object:
-        """See `Cluster.create`."""
         self.admit("create", kind)
         name = manifest["metadata"]["name"]
         if (kind, name) not in self.objects:
             thing: Thing = copy.deepcopy(dict(manifest))
             thing["metadata"] |= {"uid": f"uid-{next(self.uids)}", "creationTimestamp": self.clock.stamp()}
             self.objects[kind, name] = thing
-            self.made.append(name)
+            self.created.append(name)
         return copy.deepcopy(self.objects[kind, name])
 
     def get(self, kind: Kind, name: str) -> Object | None:
-        """See `Cluster.get`."""
         self.admit("get", kind)
         return copy.deepcopy(self.objects.get((kind, name)))
 
     def list(self, kind: Kind, selector: str = "") -> list[Object]:
-        """See `Cluster.list`."""
         self.admit("list", kind)
         wanted = dict(pair.split("=") for pair in selector.split(",") if pair)
         return [
@@ -102,13 +97,12 @@ class FakeCluster:
         ]
 
     def patch(self, kind: Kind, name: str, change: Object) -> None:
-        """See `Cluster.patch`."""
         self.admit("patch", kind)
         if (kind, name) in self.objects:
             merge(self.objects[kind, name], change)
 
     def delete(self, kind: Kind, name: str) -> None:
-        """See `Cluster.delete`; here all that it owns is gone at once, unless a finalizer holds the object."""
+        """Delete an object and what it owns at once; an object with a finalizer only gets a deletion timestamp."""
         self.admit("delete", kind)
         thing = self.objects.get((kind, name))
         if thing is None:
@@ -123,34 +117,28 @@ class FakeCluster:
                 self.delete(of, other)
 
     def log(self, pod: str, container: str | None = None, lines: int = 100) -> str:
-        """See `Cluster.log`."""
         self.admit("get", PODS)
         return "\n".join(self.logs.get(pod, "").splitlines()[-lines:])
 
     def follow(self, pod: str, container: str | None = None) -> Iterator[str]:
-        """See `Cluster.follow`."""
         self.admit("get", PODS)
         yield from self.logs.get(pod, "").splitlines()
 
-    def rehearse(self, kind: Kind, manifest: Object) -> None:
-        """See `Cluster.rehearse`."""
+    def dry_run_create(self, kind: Kind, manifest: Object) -> None:
         self.admit("create", kind)
 
-    def may(self, verb: str, kind: Kind) -> bool:
-        """See `Cluster.may`."""
+    def is_allowed(self, verb: str, kind: Kind) -> bool:
         self.answer()
         return (verb, kind) not in self.forbidden
 
     def admit(self, verb: str, kind: Kind) -> None:
-        """Refuse what a real API server would refuse."""
         self.answer()
         if kind in self.missing:
-            raise ClusterError(f"the cluster knows no {kind}: install {kind.belongs_to}")
+            raise ClusterError(f"the cluster knows no {kind}: install {kind.provided_by}")
         if (verb, kind) in self.forbidden:
             raise ClusterError(f"no permission to {verb} {kind} in namespace {self.namespace}")
 
     def answer(self) -> None:
-        """Be there, or not."""
         if self.away:
             raise RunError("the Kubernetes API server at https://fake does not answer: connection refused")
 
@@ -169,21 +157,21 @@ def merge(thing: Thing, change: Mapping[str, Any]) -> None:
 
 
 class FakeOperator:
-    """KubeRay, scheduler and kubelet, by hand: every method makes one thing happen."""
+    """KubeRay, scheduler and kubelet: every method is one event."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster, self.clock = cluster, cluster.clock
 
     def job(self, name: str) -> Thing:
-        """A RayJob, to be changed in place."""
+        """A RayJob that can be changed in place."""
         return self.cluster.objects[RAY_JOBS, name]
 
     def pod(self, name: str) -> Thing:
-        """A pod, to be changed in place."""
+        """A pod that can be changed in place."""
         return self.cluster.objects[PODS, name]
 
     def admit(self, name: str) -> None:
-        """Make the cluster of a RayJob and its pods, which have no node yet."""
+        """Create the RayCluster of a RayJob and its pods, which have no node yet."""
         job, cluster = self.job(name), f"{name}-cluster"
         job["status"] = {
             "jobDeploymentStatus": "Initializing",
@@ -199,7 +187,7 @@ class FakeOperator:
                 self.make_pod(f"{cluster}-{group['groupName']}-{index}", "worker", cluster, group["template"])
 
     def make_pod(self, name: str, node_type: str, cluster: str, template: Mapping[str, Any]) -> None:
-        """A pod of a Ray cluster, pending."""
+        """Create a pending pod of a Ray cluster."""
         marks = {"ray.io/node-type": node_type, "ray.io/cluster": cluster}
         pod = {
             "metadata": {"labels": {**template["metadata"]["labels"], **marks}},
@@ -209,30 +197,30 @@ class FakeOperator:
         self.own(PODS, name, self.cluster.objects[RAY_CLUSTERS, cluster], pod)
 
     def own(self, kind: Kind, name: str, owner: Thing, thing: Thing) -> None:
-        """Make an object that another owns."""
+        """Create an object that another one owns."""
         reference = {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
         thing["metadata"] |= {"name": name, "ownerReferences": [reference]}
         self.cluster.create(kind, thing)
 
     def condition(self, kind: str, status: str, message: str = "", reason: str = "") -> Thing:
-        """A condition that came about now."""
+        """A condition whose last transition is now."""
         stamp = self.clock.stamp()
         return {"type": kind, "status": status, "message": message, "reason": reason, "lastTransitionTime": stamp}
 
     def unschedulable(self, pod: str, message: str) -> None:
-        """The scheduler finds no node."""
+        """The scheduler finds no node for a pod."""
         refused = self.condition("PodScheduled", "False", message, "Unschedulable")
         self.pod(pod)["status"]["conditions"] = [refused]
 
     def waiting(self, pod: str, reason: str, message: str) -> None:
-        """A container does not start."""
+        """The container of a pod waits."""
         state = {"name": "ray", "image": "i", "state": {"waiting": {"reason": reason, "message": message}}}
         conditions = [self.condition("PodScheduled", "True")]
         self.pod(pod)["status"] |= {"startTime": self.clock.stamp(), "conditions": conditions}
         self.pod(pod)["status"]["containerStatuses"] = [state]
 
     def ready(self, pod: str) -> None:
-        """A pod runs and answers its probes."""
+        """A pod runs and is ready."""
         conditions = [self.condition("PodScheduled", "True"), self.condition("Ready", "True")]
         running = {"name": "ray", "state": {"running": {"startedAt": self.clock.stamp()}}}
         self.pod(pod)["status"] = {"phase": "Running", "conditions": conditions, "containerStatuses": [running]}
@@ -246,7 +234,7 @@ class FakeOperator:
         self.job(name)["status"] |= {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING", **started}
 
     def succeed(self, name: str) -> None:
-        """The driver ends well."""
+        """The driver succeeds."""
         ended = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED", "endTime": self.clock.stamp()}
         self.job(name)["status"] |= ended
 
@@ -261,7 +249,7 @@ class FakeOperator:
         self.cluster.delete(PODS, f"{cluster}-head")
 
     def refuse_pods(self, name: str, message: str) -> None:
-        """The API server takes no pods of the cluster."""
+        """The API server refuses the pods of the RayCluster."""
         refusal = self.condition("ReplicaFailure", "True", message, "FailedCreateHeadPod")
         self.job(name)["status"]["rayClusterStatus"] = {"conditions": [refusal]}
         cluster = self.job(name)["status"]["rayClusterName"]
@@ -269,7 +257,7 @@ class FakeOperator:
             self.cluster.delete(PODS, pod["metadata"]["name"])
 
     def event(self, about: str, reason: str, message: str, kind: str = "Normal") -> None:
-        """Someone says something about an object."""
+        """Create an event about an object."""
         event = {
             "metadata": {"name": f"{about}.{next(self.cluster.uids)}"},
             "involvedObject": {"name": about},

@@ -1,57 +1,64 @@
-"""What a head or trainer pod does before it is ended, within the grace period that Kubernetes gives it.
+"""The preStop hook of head and trainer pods; it runs within the grace period of the pod.
 
-Ray ends all its processes as soon as its container is told to end, the driver by SIGKILL. So the driver is asked first:
-it finishes the step under way and commits a checkpoint. For that the ranks must still be there, in pods that are told
-to end at the same time. Where nothing runs any more this takes no time.
+Ray kills all its processes as soon as its container receives SIGTERM, the driver with SIGKILL. So the hook first sends
+SIGTERM to the driver, which finishes the current step and commits a checkpoint. That needs the trainer ranks, whose
+pods are stopped at the same time: the hook also waits for them. In a pod without a driver or ranks it returns at once.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import psutil
 
+from tidemill.retry import wait_for
+
+COMMAND = ["python3", "-m", "tidemill.kuberay.pre_stop"]
+GRACE_S = 120
+"""Termination grace period of head and trainer pods; a step and a checkpoint that take longer are lost."""
 DRIVER = ("-m", "tidemill.driver.job")
 RANK = "ray::RankActor"
-"""How Ray calls a process with a trainer rank."""
+"""Process title of a trainer rank, set by Ray."""
 POLL_S = 0.5
-Alive = Callable[[], Iterable[psutil.Process]]
+Processes = Callable[[], Iterable[psutil.Process]]
 
 
-def farewell(alive: Alive = psutil.process_iter) -> None:
-    """Ask the driver to end, and wait until neither it nor a rank is left.
+def pre_stop(processes: Processes = psutil.process_iter, poll_s: float = POLL_S) -> None:
+    """Terminate the driver, and wait until neither a driver nor a rank is left.
 
     Args:
-        alive: the processes to look at; by default all of the container.
+        processes: the processes to look at; by default all of the container.
+        poll_s: seconds between two looks.
     """
-    for process in holding(alive, is_driver):
+    for process in matching(processes, is_driver):
         process.terminate()
-    while any(True for _ in holding(alive, lambda words: is_driver(words) or is_rank(words))):
-        time.sleep(POLL_S)
+
+    def none_left() -> bool:
+        return not any(True for _ in matching(processes, lambda command: is_driver(command) or is_rank(command)))
+
+    wait_for(none_left, GRACE_S, poll_s)
 
 
-def holding(alive: Alive, wanted: Callable[[list[str]], bool]) -> Iterator[psutil.Process]:
+def matching(processes: Processes, wanted: Callable[[list[str]], bool]) -> Iterator[psutil.Process]:
     """Running processes whose command line is wanted."""
-    for process in alive():
+    for process in processes():
         try:
-            words = process.cmdline()
+            command = process.cmdline()
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
-        if words and wanted(words):
+        if command and wanted(command):
             yield process
 
 
-def is_driver(words: list[str]) -> bool:
-    """Whether a command line holds the schedule of a run; that of a shell around it, in one word, does not."""
-    return DRIVER in pairwise(words)
+def is_driver(command: list[str]) -> bool:
+    """Whether a command line starts a driver; a shell around it has the command in one word and does not match."""
+    return DRIVER in pairwise(command)
 
 
-def is_rank(words: list[str]) -> bool:
-    """Whether a command line is that of a trainer rank."""
-    return words[0].startswith(RANK)
+def is_rank(command: list[str]) -> bool:
+    return command[0].startswith(RANK)
 
 
 if __name__ == "__main__":
-    farewell()
+    pre_stop()

@@ -1,13 +1,19 @@
-"""Takes away what nobody looks after any more: the guarantee for when a pipeline ended without its exit handler.
+"""Deletes abandoned RayJobs: GPUs come back even if a pipeline ended without its exit handler.
 
-A RayJob is reaped when its watcher has given no sign of life for long, when its KFP run is over, or when the workflow
-that owns it is gone. One that has ended by itself holds nothing once its time to live is over, and is left for a day.
+A RayJob is abandoned if its watcher has written no heartbeat for long, if its KFP run is over, or if the workflow that
+owns it is gone. A RayJob that has ended holds nothing after its time to live, and is deleted a day later.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+import urllib3
+from urllib3.exceptions import HTTPError
 
 from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.errors import ClusterError, RunError
@@ -21,102 +27,106 @@ from tidemill.kuberay.cluster import (
     annotations_of,
     labels_of,
     name_of,
+    seconds,
 )
-from tidemill.kuberay.state import seconds
 from tidemill.observe.text import counted
 
 MINUTE_S = 60.0
 DAY_S = 24 * 3600.0
-KEPT_S = 14 * DAY_S
-"""So long do the notes of a run stay."""
+STATUS_KEPT_S = 14 * DAY_S
+"""Age at which the status of a run is deleted."""
+KFP_ENDED = frozenset({"SUCCEEDED", "FAILED", "CANCELED", "SKIPPED"})
+TOKEN_PATH = "KF_PIPELINES_SA_TOKEN_PATH"
+"""Environment variable that names the pod's token for KFP; KFP's own client reads it too."""
+RETRIES = urllib3.Retry(3, backoff_factor=0.5, status_forcelist={429, 500, 502, 503, 504}, raise_on_status=False)
 IsOver = Callable[[str], bool]
-"""Whether a KFP run, named by its id, is over."""
+"""Whether the KFP run with an id is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """A RayJob that is taken away: `name`, and `reason` in words."""
+    """Name of a RayJob that is deleted, and why."""
 
     name: str
     reason: str
 
 
 def reap(
-    cluster: Cluster, older_than_s: float, now: float, is_over: IsOver | None = None, *, dry_run: bool = False
+    cluster: Cluster, max_age_s: float, now: float, is_over: IsOver | None = None, *, dry_run: bool = False
 ) -> Iterator[Reaped]:
-    """Delete the RayJobs of a namespace that nobody looks after, and tell of each.
+    """Delete the abandoned RayJobs of a namespace, and yield each.
 
     Args:
-        cluster: where.
-        older_than_s: age of the last sign of life.
+        cluster: the namespace.
+        max_age_s: age of a heartbeat at which a RayJob is abandoned.
         now: seconds since 1970.
-        is_over: asks KFP; None where it cannot be asked.
+        is_over: asks KFP; None if KFP cannot be asked.
         dry_run: only find them.
 
     Raises:
-        ClusterError, RunError: the cluster or KFP refuses us, or cannot be reached; where that concerns some of the
-            RayJobs, the others are done first.
+        ClusterError, RunError: the cluster or KFP refuses a request or cannot be reached. If this concerns some of the
+            RayJobs only, the error is raised after the others.
     """
-    unknown: list[ClusterError | RunError] = []
+    errors: list[ClusterError | RunError] = []
     for job in cluster.list(RAY_JOBS, selector()):
         try:
-            reason = forsaken(cluster, job, older_than_s, now, is_over)
+            reason = abandoned(cluster, job, max_age_s, now, is_over)
             if reason is not None and not dry_run:
                 cluster.delete(RAY_JOBS, name_of(job))
         except (ClusterError, RunError) as error:
-            unknown.append(error)
+            errors.append(error)
         else:
             if reason is not None:
                 yield Reaped(name_of(job), reason)
-    if unknown:
-        raise unknown[0]
+    if errors:
+        raise errors[0]
 
 
-def forsaken(cluster: Cluster, job: Object, older_than_s: float, now: float, is_over: IsOver | None) -> str | None:
-    """Why nobody looks after a RayJob, None if somebody does, or it is on its way out."""
+def delete_old_status(cluster: Cluster, now: float) -> None:
+    """Delete the status of runs that have not changed for `STATUS_KEPT_S`.
+
+    Raises:
+        ClusterError, RunError: the cluster refuses a request, or cannot be reached.
+    """
+    for status in cluster.list(CONFIG_MAPS, selector()):
+        updated = (status.get("data") or {}).get("updated", "")
+        if RUN_LABEL in labels_of(status) and updated.isdecimal() and now - float(updated) > STATUS_KEPT_S:
+            cluster.delete(CONFIG_MAPS, name_of(status))
+
+
+def abandoned(cluster: Cluster, job: Object, max_age_s: float, now: float, is_over: IsOver | None) -> str | None:
+    """Why a RayJob is abandoned; None if it is not, or is being deleted."""
     if job["metadata"].get("deletionTimestamp"):
         return None
     if has_ended(job):
-        return stale(job, now)
-    return silent(job, older_than_s, now) or orphaned(cluster, job) or finished(job, is_over)
+        return expired(job, now)
+    return unwatched(job, max_age_s, now) or orphaned(cluster, job) or left_by_pipeline(job, is_over)
 
 
-def sweep(cluster: Cluster, now: float) -> None:
-    """Delete the notes of runs that have not changed for long.
-
-    Raises:
-        ClusterError, RunError: the cluster refuses us, or cannot be reached.
-    """
-    for board in cluster.list(CONFIG_MAPS, selector()):
-        updated = (board.get("data") or {}).get("updated", "")
-        if RUN_LABEL in labels_of(board) and updated.isdecimal() and now - float(updated) > KEPT_S:
-            cluster.delete(CONFIG_MAPS, name_of(board))
-
-
-def stale(job: Object, now: float) -> str | None:
-    """Why a job that ended is not kept any more, None if it is. KubeRay deletes its cluster, and never the job."""
+def expired(job: Object, now: float) -> str | None:
+    """Why a RayJob that has ended is deleted; KubeRay deletes its RayCluster only."""
     ended = ended_at(job)
     if ended is None or now - ended < DAY_S:
         return None
     return f"it ended {counted(round((now - ended) / DAY_S), 'day')} ago"
 
 
-def silent(job: Object, older_than_s: float, now: float) -> str | None:
-    """Why a job counts as unwatched, None if it does not.
+def unwatched(job: Object, max_age_s: float, now: float) -> str | None:
+    """Why a RayJob has no watcher, None if it has one.
 
-    A sign of life that lies as far in the future is none: the clock that it was made by is wrong, and for how long it
-    was not made any more cannot be known.
+    A heartbeat more than `max_age_s` in the future comes from a wrong clock and has no known age, so the age of the
+    RayJob counts instead.
     """
-    beat = annotations_of(job).get(HEARTBEAT, "")
-    heard = float(beat) if beat.isdecimal() else 0.0
-    last = heard if 0 < heard < now + older_than_s else seconds(job["metadata"]["creationTimestamp"])
-    if now - last < older_than_s:
+    text = annotations_of(job).get(HEARTBEAT, "")
+    heartbeat = float(text) if text.isdecimal() else 0.0
+    last = heartbeat if 0 < heartbeat < now + max_age_s else seconds(job["metadata"]["creationTimestamp"])
+    if now - last < max_age_s:
         return None
-    return f"its watcher gave no sign of life for {(now - last) / MINUTE_S:.0f} min"
+    return f"its watcher has written no heartbeat for {(now - last) / MINUTE_S:.0f} min"
 
 
 def orphaned(cluster: Cluster, job: Object) -> str | None:
-    """Why a job counts as without an owner, None if it has one or never had."""
+    """Why a RayJob has lost its owner; None if the owner exists, or there never was one."""
     for owner in job["metadata"].get("ownerReferences") or ():
         if owner["kind"] != "Workflow":
             continue
@@ -126,9 +136,37 @@ def orphaned(cluster: Cluster, job: Object) -> str | None:
     return None
 
 
-def finished(job: Object, is_over: IsOver | None) -> str | None:
-    """Why a job counts as left by its pipeline, None if it does not."""
+def left_by_pipeline(job: Object, is_over: IsOver | None) -> str | None:
+    """Why the pipeline of a RayJob is over, None if it is not."""
     run = labels_of(job).get(KFP_RUN_LABEL)
     if run is None or is_over is None or not is_over(run):
         return None
     return f"its KFP run {run} is over"
+
+
+class KfpRuns:
+    """The runs of the KFP API at an endpoint such as `http://ml-pipeline.kubeflow:8888`."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint.rstrip("/")
+        self.pool = urllib3.PoolManager(timeout=urllib3.Timeout(connect=5, read=30), retries=RETRIES)
+
+    def is_over(self, run: str) -> bool:
+        """Whether a run has ended or was deleted.
+
+        Raises:
+            RunError: KFP cannot be reached.
+            ClusterError: KFP refuses the request.
+        """
+        path = os.environ.get(TOKEN_PATH)
+        headers = {"Authorization": f"Bearer {Path(path).read_text(encoding='utf-8').strip()}"} if path else {}
+        url = f"{self.endpoint}/apis/v2beta1/runs/{run}"
+        try:
+            response = self.pool.request("GET", url, headers=headers)
+        except HTTPError as error:
+            raise RunError(f"KFP at {self.endpoint} cannot be reached: {error}") from error
+        if response.status == 404:
+            return True
+        if response.status != 200:
+            raise ClusterError(f"KFP at {self.endpoint} refuses to return run {run}: status {response.status}")
+        return json.loads(response.data).get("state") in KFP_ENDED

@@ -1,4 +1,4 @@
-"""Gives back what runs hold in a cluster, and waits until it is given back."""
+"""Deletes the RayJobs of a run or of a pipeline, and waits until their GPUs are free."""
 
 from __future__ import annotations
 
@@ -6,88 +6,99 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tidemill.config.names import KFP_RUN_LABEL, RUN_LABEL, selector
-from tidemill.kuberay.attempts import Clock, WallClock, patiently, wait_until_none
+from tidemill.kuberay.attempts import Clock, WallClock, repeat, wait_until_removed
 from tidemill.kuberay.cluster import RAY_JOBS, Cluster, Object, labels_of, name_of
-from tidemill.kuberay.run_status import close
+from tidemill.kuberay.run_status import ENDED, ENDED_OF, close
 
-NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""What a pod of a cluster finds its namespace in."""
-GIVEN_BACK = "the run was given back, as by its exit handler or `tidemill stop --now`"
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Holds the namespace of a pod."""
+RELEASED = "the run was released, for example by its exit handler or `tidemill stop --now`"
+Connect = Callable[[str], Cluster]
+"""Returns the cluster of a namespace."""
 
 
 def release_run(cluster: Cluster, run: str, kfp_run: str | None, clock: Clock) -> bool:
-    """Delete the RayJobs of a run, but for those that another pipeline has taken over, with all that is theirs.
+    """Delete the RayJobs of a run with everything they own, except those that another pipeline has adopted.
 
     Args:
-        cluster: where they are.
-        run: its name.
-        kfp_run: id of our pipeline run; None deletes whosever they are.
-        clock: for the wait.
+        cluster: namespace of the run.
+        run: name of the run.
+        kfp_run: id of this pipeline run; None deletes the RayJobs of any pipeline run.
+        clock: of the wait.
 
     Returns:
-        Whether nothing of the run is left.
+        Whether no RayJob of the run is left.
 
     Raises:
-        RunError: something is still there after some minutes.
+        RunError: something still exists after `REMOVAL_TIMEOUT_S`.
     """
 
     def ours(thing: Object) -> bool:
         return kfp_run is None or labels_of(thing).get(KFP_RUN_LABEL, kfp_run) == kfp_run
 
-    patiently(lambda: close(cluster, run, ended=GIVEN_BACK, ended_of=kfp_run or ""), clock)
-    release(cluster, selector(run), ours, clock)
+    repeat(lambda: close(cluster, run, **{ENDED: RELEASED, ENDED_OF: kfp_run or ""}), clock)
+    delete(cluster, selector(run), ours, clock)
     return not cluster.list(RAY_JOBS, selector(run))
 
 
 def release_pipeline(cluster: Cluster, kfp_run: str, clock: Clock) -> None:
-    """Delete the RayJobs of a pipeline run, whatever they are called; where we may not look, nothing is ours.
+    """Delete all RayJobs of a pipeline run; without permission to list RayJobs the pipeline has none here.
 
     Raises:
-        RunError: something is still there after some minutes.
+        RunError: something still exists after `REMOVAL_TIMEOUT_S`.
     """
-    if not cluster.may("list", RAY_JOBS):
+    if not cluster.is_allowed("list", RAY_JOBS):
         return
-    chosen = f"{selector()},{KFP_RUN_LABEL}={kfp_run}"
+    selected = f"{selector()},{KFP_RUN_LABEL}={kfp_run}"
 
     def close_all() -> None:
-        for run in {labels_of(job)[RUN_LABEL] for job in cluster.list(RAY_JOBS, chosen)}:
-            close(cluster, run, ended=GIVEN_BACK, ended_of=kfp_run)
+        for run in {labels_of(job)[RUN_LABEL] for job in cluster.list(RAY_JOBS, selected)}:
+            close(cluster, run, **{ENDED: RELEASED, ENDED_OF: kfp_run})
 
-    patiently(close_all, clock)
-    release(cluster, chosen, lambda thing: True, clock)
+    repeat(close_all, clock)
+    delete(cluster, selected, lambda thing: True, clock)
 
 
-def release(cluster: Cluster, chosen: str, ours: Callable[[Object], bool], clock: Clock) -> None:
-    """Delete RayJobs and wait for what they own."""
+def delete(cluster: Cluster, selected: str, ours: Callable[[Object], bool], clock: Clock) -> None:
+    """Delete the selected RayJobs and wait until their pods are gone."""
 
-    def delete() -> None:
-        for job in cluster.list(RAY_JOBS, chosen):
+    def delete_all() -> None:
+        for job in cluster.list(RAY_JOBS, selected):
             if ours(job):
                 cluster.delete(RAY_JOBS, name_of(job))
 
-    patiently(delete, clock)
-    wait_until_none(cluster, chosen, ours, clock)
+    repeat(delete_all, clock)
+    wait_until_removed(cluster, selected, ours, clock)
 
 
-def release_this_pipeline(kfp_run: str, namespaces: Collection[str]) -> None:
-    """Give back what a pipeline run holds, whatever its settings say by now; nothing outside of a cluster.
+def release_this_pipeline(
+    kfp_run: str,
+    namespaces: Collection[str],
+    connect: Connect | None = None,
+    namespace_file: Path = NAMESPACE_FILE,
+) -> None:
+    """Delete all RayJobs of a pipeline run, whatever the settings of its runs are; does nothing outside of a cluster.
 
     Args:
-        kfp_run: its id.
-        namespaces: where to look besides the namespace of this pod.
+        kfp_run: id of the pipeline run.
+        namespaces: where to look, besides the namespace of this pod.
+        connect: by default `KubernetesCluster.connect`.
+        namespace_file: names the namespace of this pod.
 
     Raises:
-        RunError: something is still there after some minutes.
+        RunError: something still exists after `REMOVAL_TIMEOUT_S`.
     """
-    own = own_namespace()
+    own = own_namespace(namespace_file)
     if own is None or not kfp_run:
         return
-    from tidemill.kuberay.client import KubernetesCluster
+    if connect is None:
+        from tidemill.kuberay.client import KubernetesCluster
 
+        connect = KubernetesCluster.connect
     for namespace in sorted({own, *namespaces}):
-        release_pipeline(KubernetesCluster.connect(namespace), kfp_run, WallClock())
+        release_pipeline(connect(namespace), kfp_run, WallClock())
 
 
-def own_namespace() -> str | None:
+def own_namespace(namespace_file: Path = NAMESPACE_FILE) -> str | None:
     """The namespace of this pod, None outside of a cluster."""
-    return NAMESPACE.read_text(encoding="utf-8").strip() if NAMESPACE.is_file() else None
+    return namespace_file.read_text(encoding="utf-8").strip() if namespace_file.is_file() else None

@@ -1,111 +1,152 @@
-"""What was last known of a run, for whoever asks later: a ConfigMap that outlives the RayJobs of the run.
+"""The status of a run in a ConfigMap, which outlives the RayJobs of the run.
 
-It also holds what its watcher has to know between two attempts, when there is no RayJob to tell it by: that a person
-stopped the run, or that it was given back. It belongs to the pipeline's workflow where there is one, and goes with it;
-the reaper takes old ones.
+`tidemill status` shows it. It also tells the watcher what happened while no RayJob existed: a user stopped the run, or
+the exit handler released it. Kubernetes deletes the ConfigMap together with the pipeline's workflow, if a workflow owns
+it; the reaper deletes old ones.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tidemill.config.names import KFP_RUN_LABEL, PART_OF, RUN_LABEL, TIDEMILL
 from tidemill.errors import ClusterError, RunError, TidemillError
-from tidemill.kuberay.cluster import CONFIG_MAPS, Cluster, Object
-from tidemill.kuberay.owner import Owner
-from tidemill.kuberay.state import Phase
+from tidemill.kuberay.cluster import CONFIG_MAPS, WORKFLOWS, Cluster, Object
+from tidemill.kuberay.job_state import Phase
 
-LONGEST = 4000
-"""Characters of a fact: a traceback may be long, and a ConfigMap holds 1 MiB."""
+WORKFLOW = "TIDEMILL_WORKFLOW"
+"""Environment variable of a pipeline step: name of its Argo Workflow, from the pod's label."""
+KFP_RUN = "TIDEMILL_KFP_RUN"
+"""Environment variable of a pipeline step: id of its KFP run."""
+MLFLOW_RUN = "MLFLOW_RUN_ID"
+MAX_CHARACTERS = 4000
+"""Length of a field at most: a traceback can be long, and a ConfigMap holds 1 MiB."""
 STOPPED, ENDED, ENDED_OF = "stopped", "ended", "ended_of"
-"""Facts: why the run is to end after a checkpoint; why it has ended; and for which KFP run, "" for all."""
+"""Fields: why the run ends after a checkpoint; why the run has ended; the KFP run this concerns, "" for any."""
 FAILED = "failed"
-"""Fact: number of the attempt that its watcher takes away to begin another one."""
+"""Field: number of the failed attempt that the watcher is deleting before it starts the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The pipeline run that an attempt belongs to.
+
+    Attributes:
+        kfp_run: id of the KFP run, None outside of one.
+        reference: entry of `metadata.ownerReferences`, None without a workflow. Kubernetes deletes what the workflow
+            owns when the workflow is deleted.
+        mlflow_run: id of the run that KFP's MLflow plugin created for the step, None without the plugin.
+    """
+
+    kfp_run: str | None = None
+    reference: Object | None = None
+    mlflow_run: str | None = None
+
+    @classmethod
+    def of_this_step(cls, cluster: Cluster) -> Owner:
+        """The pipeline run that this process is a step of; a workflow that is already deleted owns nothing.
+
+        Raises:
+            ClusterError, RunError: the cluster refuses the request, or cannot be reached.
+        """
+        name = os.environ.get(WORKFLOW)
+        workflow = cluster.get(WORKFLOWS, name) if name else None
+        reference = None if workflow is None else owner_reference(str(name), workflow["metadata"]["uid"])
+        return cls(this_kfp_run(), reference, os.environ.get(MLFLOW_RUN) or None)
+
+
+def owner_reference(name: str, uid: str, kind: str = "Workflow", api_version: str = "argoproj.io/v1alpha1") -> Object:
+    """An entry of `metadata.ownerReferences`."""
+    return {"name": name, "uid": uid, "apiVersion": api_version, "kind": kind}
+
+
+def this_kfp_run() -> str | None:
+    """Id of the KFP run that this process is a step of, None outside of one."""
+    return os.environ.get(KFP_RUN) or None
 
 
 @dataclass(slots=True)
-class Board:
-    """The notes about one run. All facts are text: `phase`, `progress`, `attempt`, `step`, `steps`, `gpu_hours`,
-    `failure` (of the attempt before), `error` (why the run ended), `links`, `updated` (seconds since 1970), and
-    `stopped`, `ended`, `ended_of`, `failed`.
+class RunStatus:
+    """The ConfigMap of one run.
+
+    All fields are text: `phase`, `progress`, `attempt`, `step`, `steps`, `gpu_hours`, `failure` (of the previous
+    attempt), `error` (why the run ended), `links`, `updated` (seconds since 1970), and `stopped`, `ended`, `ended_of`,
+    `failed`.
     """
 
     cluster: Cluster
     run: str
     owner: Owner
-    made: bool = field(default=False)
+    created: bool = False
 
-    def post(self, **facts: object) -> None:
-        """Write facts in the place of earlier ones of the same names; None removes one."""
-        data = {name: None if fact is None else str(fact)[:LONGEST] for name, fact in facts.items()}
-        if not self.made:
+    def update(self, **fields: object) -> None:
+        """Set fields; None removes a field."""
+        data = {name: None if value is None else str(value)[:MAX_CHARACTERS] for name, value in fields.items()}
+        if not self.created:
             self.cluster.create(CONFIG_MAPS, self.empty())
-            self.made = True
+            self.created = True
         metadata = {"labels": self.labels()}
-        self.cluster.patch(CONFIG_MAPS, board_name(self.run), {"metadata": metadata, "data": data})
+        self.cluster.patch(CONFIG_MAPS, config_map_name(self.run), {"metadata": metadata, "data": data})
 
-    def fail(self, error: TidemillError, **facts: object) -> None:
-        """Note why the run ended; that this does not go may be the reason why it did."""
+    def fail(self, error: TidemillError, **fields: object) -> None:
+        """Record why the run ended. An unreachable cluster may be that reason, so a failure to record is no error."""
         try:
-            self.post(phase=Phase.FAILED, progress=None, error=error, **facts)
-        except (ClusterError, RunError) as unposted:
-            error.add_note(f"This could not be noted for `tidemill status`: {unposted}")
+            self.update(phase=Phase.FAILED, progress=None, error=error, **fields)
+        except (ClusterError, RunError) as cause:
+            error.add_note(f"`tidemill status` does not show this error, because it could not be recorded: {cause}")
+
+    def fields(self) -> Mapping[str, str]:
+        return (self.cluster.get(CONFIG_MAPS, config_map_name(self.run)) or {}).get("data") or {}
 
     def ended(self) -> str | None:
-        """Why the run has ended, as far as our pipeline run is concerned; None if it has not."""
-        facts = self.facts()
-        return facts.get(ENDED) if facts.get(ENDED_OF, "") in ("", self.owner.kfp_run) else None
+        """Why the run has ended for this pipeline run; None if it has not."""
+        fields = self.fields()
+        return fields.get(ENDED) if fields.get(ENDED_OF, "") in ("", self.owner.kfp_run) else None
 
     def closed(self) -> str | None:
-        """Why no further attempt may begin, None if one may."""
-        return self.ended() or self.facts().get(STOPPED)
+        """Why no further attempt may start, None if one may."""
+        return self.ended() or self.fields().get(STOPPED)
 
-    def facts(self) -> Mapping[str, str]:
-        """What is noted."""
-        return (self.cluster.get(CONFIG_MAPS, board_name(self.run)) or {}).get("data") or {}
+    def reopen(self) -> None:
+        """Allow attempts again, whatever ended the run before."""
+        self.update(**dict.fromkeys((STOPPED, ENDED, ENDED_OF, FAILED)))
 
-    def open(self) -> None:
-        """Let attempts begin, whatever ended the run before."""
-        self.post(**dict.fromkeys((STOPPED, ENDED, ENDED_OF, FAILED)))
-
-    def given_back(self) -> bool:
-        """Whether our own pipeline run was over and gave the run back, which it does after all of its steps."""
-        return self.owner.kfp_run is not None and self.facts().get(ENDED_OF) == self.owner.kfp_run
+    def released(self) -> bool:
+        """Whether this pipeline run has already released the run, which its exit handler does after all other steps."""
+        return self.owner.kfp_run is not None and self.fields().get(ENDED_OF) == self.owner.kfp_run
 
     def empty(self) -> Object:
-        """The ConfigMap without facts."""
-        reference = self.owner.reference
-        metadata: dict[str, object] = {"name": board_name(self.run), "labels": self.labels()}
-        if reference is not None:
-            metadata["ownerReferences"] = [reference.as_dict()]
+        """The ConfigMap without fields."""
+        metadata: dict[str, object] = {"name": config_map_name(self.run), "labels": self.labels()}
+        if self.owner.reference is not None:
+            metadata["ownerReferences"] = [self.owner.reference]
         return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
 
     def labels(self) -> dict[str, str]:
-        """How it is found."""
         labels = {PART_OF: TIDEMILL, RUN_LABEL: self.run}
         return labels if self.owner.kfp_run is None else labels | {KFP_RUN_LABEL: self.owner.kfp_run}
 
 
-def board_name(run: str) -> str:
-    """Name of the ConfigMap."""
+def config_map_name(run: str) -> str:
     return f"tidemill-run-{run}"
 
 
-def close(cluster: Cluster, run: str, **facts: str) -> bool:
-    """Have no further attempt at a run begin; a run that nobody has noted anything of has no watcher.
+def close(cluster: Cluster, run: str, **fields: str) -> bool:
+    """Prevent further attempts at a run; a run without a ConfigMap has no watcher.
 
-    Who may end runs and not write notes ends the attempt that there is all the same.
+    A client without permission to patch ConfigMaps can still delete the current attempt, so this is no error.
 
     Args:
-        cluster: where it is.
-        run: its name.
-        facts: `stopped`, or `ended` and `ended_of`.
+        cluster: the namespace of the run.
+        run: name of the run.
+        fields: `stopped`, or `ended` and `ended_of`.
 
     Returns:
-        Whether we may.
+        Whether this client has the permission.
     """
-    allowed = cluster.may("patch", CONFIG_MAPS)
+    allowed = cluster.is_allowed("patch", CONFIG_MAPS)
     if allowed:
-        cluster.patch(CONFIG_MAPS, board_name(run), {"data": facts})
+        cluster.patch(CONFIG_MAPS, config_map_name(run), {"data": fields})
     return allowed

@@ -1,306 +1,380 @@
-"""Watches a run on Kubernetes from its first attempt to its end. The training does not need it: it may be killed and
-started again at any moment, and goes on with whatever it finds.
+"""The watcher of a run on Kubernetes, from its first attempt to its end. The training does not depend on it: the
+watcher can be killed and restarted at any time, and continues from what it finds.
 
-    RayJob, pods ─► state ─► what to do ─► wait on, end it, or the next attempt
+    RayJob, pods ─► state ─► decision ─► wait, end the attempt, or start the next one
     store        ─► events ─► log of the step        annotation, budget ─► stop.json in the store
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tenacity import RetryCallState
 
 from tidemill.config.names import HEARTBEAT, STOP, attempt_of, job_name, selector
 from tidemill.config.run import RunConfig
-from tidemill.errors import RunError, StoreError, TidemillError
-from tidemill.kuberay import budget
+from tidemill.errors import ClusterError, RunError, StoreError, StoreGapError, TidemillError
 from tidemill.kuberay.attempts import Attempts, ended_at
-from tidemill.kuberay.beginning import Beginning
-from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of
-from tidemill.kuberay.ending import Ending
-from tidemill.kuberay.mirror import Mirror, Screen
-from tidemill.kuberay.run_status import FAILED, Board
-from tidemill.kuberay.state import JobState, Phase, assess, seconds
-from tidemill.observe.events import Notice, PhaseStarted
+from tidemill.kuberay.budget import GpuUsage
+from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, seconds
+from tidemill.kuberay.job_state import JobState, Phase, assess
+from tidemill.kuberay.run_status import FAILED, RunStatus
+from tidemill.observe.console import Progress
+from tidemill.observe.events import Event, EventLog, Notice, PhaseStarted, StepFinished, parse_line
 from tidemill.observe.markdown import cluster_rows
 from tidemill.observe.report import Summary
-from tidemill.retry import OUTAGE_S
+from tidemill.retry import OUTAGE_S, retrying
 from tidemill.store.attempt import Attempt
+from tidemill.store.journal import JournalReader
 from tidemill.store.object_store import ObjectStore
 
 POLL_S = 5.0
-BEAT_S = 30.0
+HEARTBEAT_S = 30.0
 STOP_GRACE_S = 900.0
-"""So long may a run take for step, checkpoint and export after it was told to stop for its budget."""
+"""Time for the current step, the checkpoint and the export after a run was told to stop for its budget."""
+OFFSET_FILE = "mirrored.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EventOutput:
+    """Where events go: the event log in the step's folder, and the progress display."""
+
+    log: EventLog
+    progress: Progress
+
+    def write(self, event: Event) -> None:
+        self.log.write(event)
+        self.progress.handle(event)
 
 
 @dataclass(slots=True)
-class Visit:
-    """What a watcher remembers of the attempt that it is at.
+class EventTail:
+    """Copies the events of one attempt from the store to the step; a restarted step continues from its offset file.
 
     Attributes:
-        attempt: which.
-        mirror: of its events.
-        said: lines that were told already.
-        beaten: when the heartbeat was last written.
-        stopping: why the attempt was told to end, None while it was not.
+        reader: of the attempt's events.
+        output: receives the events.
+        offset_file: stores how many bytes were copied.
+        attempt: number of the attempt.
+        rest: an incomplete line.
+        lines: number of lines read.
+        last: the newest step, None before the first.
+    """
+
+    reader: JournalReader
+    output: EventOutput
+    offset_file: Path
+    attempt: int
+    rest: bytes = b""
+    lines: int = 0
+    last: StepFinished | None = None
+
+    @classmethod
+    def of(cls, store: ObjectStore, attempt: Attempt, output: EventOutput) -> EventTail:
+        """The events of an attempt, from the beginning or from where an earlier process of the step ended."""
+        path = output.log.path.with_name(OFFSET_FILE)
+        earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        offset = earlier["offset"] if earlier.get("attempt") == attempt.number else 0
+        return cls(JournalReader(store, attempt.events, offset), output, path, attempt.number)
+
+    def read(self) -> bytes:
+        """The bytes that are new. A gap is reported and skipped, because the events after it are there."""
+        try:
+            return self.reader.read()
+        except StoreGapError as gap:
+            self.output.write(Notice(f"{gap}; the log continues after the gap"))
+            self.reader.offset, self.rest = gap.end, b""
+            return b""
+
+    def copy_new(self) -> None:
+        """Copy what was written since the last call.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+        *lines, self.rest = (self.rest + self.read()).split(b"\n")
+        for line in lines:
+            self.lines += 1
+            if line:
+                event = parse_line(Path(self.reader.prefix), self.lines, line)
+                self.last = event if isinstance(event, StepFinished) else self.last
+                self.output.write(event)
+        if lines:
+            complete = self.reader.offset - len(self.rest)
+            self.offset_file.write_text(json.dumps({"attempt": self.attempt, "offset": complete}), encoding="utf-8")
+
+
+@dataclass(slots=True)
+class WatchedAttempt:
+    """What the watcher remembers of the current attempt.
+
+    Attributes:
+        attempt: its keys in the store.
+        events: its events.
+        reported: messages that were already written.
+        heartbeat: when the heartbeat was last written.
+        stop_reason: why the attempt was told to stop, None while it was not.
         stop_by: when it must have ended, None without a deadline.
-        away_since: since when API server or store have not answered, None while they do.
     """
 
     attempt: Attempt
-    mirror: Mirror
-    said: set[str] = field(default_factory=set)
-    beaten: float = 0.0
-    stopping: str | None = None
+    events: EventTail
+    reported: set[str] = field(default_factory=set)
+    heartbeat: float = 0.0
+    stop_reason: str | None = None
     stop_by: float | None = None
-    away_since: float | None = None
 
 
 @dataclass(slots=True)
 class Watcher:
-    """Follows the attempts at a run to the end of the last one."""
+    """Follows the attempts at a run until the last one has ended."""
 
     attempts: Attempts
-    screen: Screen
-    meter: budget.Meter
-    board: Board
+    output: EventOutput
+    usage: GpuUsage
+    config: RunConfig = field(init=False)
+    cluster: Cluster = field(init=False)
+    store: ObjectStore = field(init=False)
+    status: RunStatus = field(init=False)
 
-    @property
-    def config(self) -> RunConfig:
-        """Of the run."""
-        return self.attempts.config
-
-    @property
-    def cluster(self) -> Cluster:
-        """Where it runs."""
-        return self.attempts.cluster
-
-    @property
-    def store(self) -> ObjectStore:
-        """Where it leaves what it makes."""
-        return self.attempts.store
-
-    @property
-    def beginning(self) -> Beginning:
-        """How they begin."""
-        return Beginning(self.attempts, self.meter, self.board)
-
-    @property
-    def ending(self) -> Ending:
-        """How they end."""
-        return Ending(self.attempts)
+    def __post_init__(self) -> None:
+        self.config, self.cluster = self.attempts.config, self.attempts.cluster
+        self.store, self.status = self.attempts.store, self.attempts.status
 
     def provision(self) -> int:
-        """The number of the attempt under way; where there is none, the next one is begun.
+        """The number of the active attempt; a new one is created if none is active, whatever ended the run before.
 
         Raises:
             ClusterError: the budget is used up, or the run was ended at this moment.
         """
         try:
-            number = self.beginning.of_pipeline()
+            self.status.reopen()
+            number = self.attempts.active()
+            if number is None:
+                self.check_budget()
+                number = self.attempts.replace()
+            self.attempts.remove_if_ended(number)
         except TidemillError as error:
-            self.post_end(error)
+            self.record_end(error)
             raise
-        where = "\n".join(f"{what}: {where}" for what, where in cluster_rows(self.config))
-        self.post(attempt=number, phase=Phase.STARTING, links=where, error=None)
+        links = "\n".join(f"{name}: {address}" for name, address in cluster_rows(self.config))
+        self.record(attempt=number, phase=Phase.STARTING, links=links, error=None)
         return number
 
     def follow(self, first: int) -> Summary:
-        """Watch until the run has ended, with new attempts where one failed in a way that may pass.
+        """Watch until the run has ended. A new attempt follows one that failed for a transient reason.
 
         Args:
-            first: attempt that this pipeline run began with; what earlier ones left is not its result.
+            first: the attempt with which this pipeline run started; results of earlier ones do not count.
 
         Raises:
-            RunError: the last of the attempts failed, and another might do better.
-            TidemillError: it failed, and another would too; it was deleted, or out of budget.
+            RunError: the last attempt failed; another one might succeed.
+            TidemillError: an attempt failed, and another one would fail too; or it was deleted, or is out of budget.
         """
         try:
-            if self.board.given_back():  # a person has KFP try the steps of a pipeline that was over again
+            if self.status.released():  # a user retries steps of a pipeline in KFP after its exit handler has run
                 first = self.provision()
-            summary = self.followed(first, self.entry(first))
+            summary = self.follow_attempts(first, self.attempt_to_watch(first))
         except TidemillError as error:
-            self.post_end(error)
+            self.record_end(error)
             raise
-        self.post(phase=Phase.SUCCEEDED, progress=None, step=summary.steps, error=None)
+        self.record(phase=Phase.SUCCEEDED, progress=None, step=summary.steps, error=None)
         return summary
 
-    def followed(self, first: int, number: int) -> Summary:
-        """The end of an attempt or of one of those after it."""
+    def follow_attempts(self, first: int, number: int) -> Summary:
+        """The summary of an attempt or of one that follows it."""
         last = first + self.config.kubernetes.max_restarts
         while True:
-            visit = self.visit(number)
-            state = self.attend(visit)
-            summary = self.ending.result(visit.attempt)
+            watched = self.watch(number)
+            state = self.wait_for_end(watched)
+            summary = self.attempts.result(watched.attempt)
             if summary is not None:
                 return summary
-            error = self.explain(visit, state)
-            final = not isinstance(error, RunError) or number >= last or visit.stopping is not None
-            if final:  # recorded first: a watcher that is killed while the pods end must not begin another attempt
-                self.ending.give_up(visit.attempt, error)
+            error = self.error(watched, state)
+            final = not isinstance(error, RunError) or number >= last or watched.stop_reason is not None
+            if final:  # recorded first: a watcher that is killed while the pods end must not start another attempt
+                self.attempts.record_verdict(watched.attempt, error)
             else:
-                self.post(failure=f"attempt {number}: {error}", **{FAILED: number})
-            self.release(number, error)
+                self.record(failure=f"attempt {number}: {error}", **{FAILED: number})
+            self.remove(number, error)
             if final:
                 raise error
             cause, *_ = str(error).splitlines()
-            self.screen.tell(Notice(f"attempt {number} failed, {last - number} more: {cause}"))
-            number = self.entry(number)  # another watcher may have gone ahead
+            self.output.write(Notice(f"attempt {number} failed, {last - number} more: {cause}"))
+            number = self.attempt_to_watch(number)  # another watcher may have started the next one
 
-    def explain(self, visit: Visit, state: JobState) -> TidemillError:
-        """The error of an attempt that is over; what another watcher took away was not deleted from outside."""
-        number = visit.attempt.number
-        if state.phase is Phase.GONE and self.board.facts().get(FAILED) == str(number):
-            return RunError(f"another watcher has taken away RayJob {job_name(self.config.name, number)}, which failed")
-        return self.ending.explain(visit.attempt, state)
-
-    def release(self, number: int, error: TidemillError) -> None:
-        """Delete what a failed attempt holds.
+    def attempt_to_watch(self, first: int) -> int:
+        """The attempt to watch, not before `first`: one with a RayJob, one that has succeeded meanwhile, or a new one.
 
         Raises:
-            RunError: that does not go; it names the failure too.
+            ClusterError: the run was ended or is out of budget, or another watcher recorded that no attempt follows.
+        """
+        number = self.attempts.newest()
+        if number is not None:
+            self.attempts.remove_if_ended(number)
+            return number
+        last = max(first, self.attempts.newest_stored())
+        newest = Attempt(self.config.name, last)
+        verdict = self.attempts.verdict(newest)
+        if verdict is not None:
+            raise verdict
+        if self.attempts.failure(newest) is None and self.attempts.result(newest) is not None:
+            return last
+        self.check_budget()
+        self.attempts.continue_with(last + 1)
+        return last + 1
+
+    def check_budget(self) -> None:
+        """Refuse to start an attempt that would have to be stopped at once.
+
+        Raises:
+            ClusterError: the budget is used up.
+        """
+        limit = self.config.kubernetes.gpu_hours
+        if limit is not None and self.usage.hours >= limit:
+            raise ClusterError(
+                f"the budget of {limit:g} GPU hours (kubernetes.gpu_hours) is used up: {self.usage.hours:.2f}. Raise "
+                "it to continue from the newest checkpoint."
+            )
+
+    def watch(self, number: int) -> WatchedAttempt:
+        attempt = Attempt(self.config.name, number)
+        self.output.write(PhaseStarted(f"attempt {number}: RayJob {job_name(self.config.name, number)}"))
+        return WatchedAttempt(attempt, EventTail.of(self.store, attempt, self.output))
+
+    def error(self, watched: WatchedAttempt, state: JobState) -> TidemillError:
+        """The error of an attempt that is over; a RayJob that another watcher removed was not deleted from outside."""
+        number = watched.attempt.number
+        if state.phase is Phase.GONE and self.status.fields().get(FAILED) == str(number):
+            return RunError(f"another watcher removed RayJob {job_name(self.config.name, number)}, which had failed")
+        return self.attempts.error(watched.attempt, state)
+
+    def remove(self, number: int, error: TidemillError) -> None:
+        """Delete the RayJob of a failed attempt.
+
+        Raises:
+            RunError: it does not disappear; the message names the failure too.
         """
         try:
             self.attempts.remove(number)
         except RunError as left:
-            raise RunError(f"{error}\nWhat is more, its cluster does not go away: {left}") from error.__cause__
+            raise RunError(f"{error}\nIts cluster is not removed either: {left}") from error.__cause__
 
-    def entry(self, first: int) -> int:
-        """Which attempt to watch, not before `first`: the live one, the one that ended meanwhile, or a new one.
-
-        Raises:
-            ClusterError: the run was ended, or another watcher, such as that of an earlier try, gave it up.
-        """
-        number = self.attempts.live()
-        if number is not None:
-            self.beginning.refuse_ended(number)
-            return number
-        last = max(first, self.attempts.last())
-        newest = Attempt(self.config.name, last)
-        verdict = self.ending.verdict(newest)
-        if verdict is not None:
-            raise verdict
-        if self.ending.failure(newest) is None and self.ending.result(newest) is not None:
-            return last
-        self.beginning.of(last + 1)
-        return last + 1
-
-    def visit(self, number: int) -> Visit:
-        """Turn to an attempt."""
-        attempt = Attempt(self.config.name, number)
-        self.screen.tell(PhaseStarted(f"attempt {number}: RayJob {job_name(self.config.name, number)}"))
-        return Visit(attempt, Mirror.of(self.store, attempt, self.screen))
-
-    def attend(self, visit: Visit) -> JobState:
-        """Look at an attempt every few seconds until it is over.
+    def wait_for_end(self, watched: WatchedAttempt) -> JobState:
+        """Poll an attempt until it is over.
 
         Raises:
-            RunError, StoreError: API server or store were away for too long.
-            ClusterError: the API server refuses us.
+            RunError, StoreError: API server or store were unreachable for `OUTAGE_S`.
+            ClusterError: the API server refuses a request.
         """
         clock = self.attempts.clock
+
+        def report_outage(call: RetryCallState) -> None:
+            cause = call.outcome.exception() if call.outcome else None
+            self.report_once(watched, f"{cause}; the run continues, and the watcher tries again")
+
         while True:
-            try:
-                state = self.look(visit)
-                visit.away_since = None
-            except (RunError, StoreError) as error:
-                visit.away_since = visit.away_since or clock.time()
-                if clock.time() - visit.away_since > OUTAGE_S:
-                    raise
-                self.say(visit, f"{error}; the run goes on, and the watch too once it answers")
-            else:
-                if state.over:
-                    return state
+            polling = retrying(
+                (RunError, StoreError),
+                OUTAGE_S,
+                POLL_S,
+                now=clock.time,
+                sleep=clock.sleep,
+                before_sleep=report_outage,
+            )
+            state: JobState = polling(self.poll, watched)
+            if state.over:
+                return state
             clock.sleep(POLL_S)
 
-    def look(self, visit: Visit) -> JobState:
-        """One look, and what follows from it. The sign of life comes first: the store may be away, and for long."""
+    def poll(self, watched: WatchedAttempt) -> JobState:
+        """Read the state once and act on it. The heartbeat comes first, because the store may be away for long."""
         now = self.attempts.clock.time()
         pods = self.cluster.list(PODS, selector(self.config.name))
-        job = self.cluster.get(RAY_JOBS, job_name(self.config.name, visit.attempt.number))
-        own = [pod for pod in pods if attempt_of(labels_of(pod)) == visit.attempt.number]
+        job = self.cluster.get(RAY_JOBS, job_name(self.config.name, watched.attempt.number))
+        own = [pod for pod in pods if attempt_of(labels_of(pod)) == watched.attempt.number]
         state = assess(job, own, self.events(own), now)
-        self.meter.see(pods, self.config.kubernetes.gpu_resource, now, ended_at(job))
-        due = now - visit.beaten >= BEAT_S
+        self.usage.update(pods, self.config.kubernetes.gpu_resource, now, ended_at(job))
+        due = now - watched.heartbeat >= HEARTBEAT_S
         if due and not state.over:
-            self.beat(visit, state, now)
-        visit.mirror.catch_up()
-        self.report(visit, state)
+            self.write_heartbeat(watched, state, now)
+        watched.events.copy_new()
+        self.report(watched, state)
         if due or state.over:
-            budget.save(self.meter, self.store, self.config.name)
+            self.usage.save(self.store, self.config.name)
         if job is not None and not state.over:
-            self.pass_on_stop(visit, job, now)
-        return self.in_time(visit, state, job, now)
+            self.forward_stop(watched, job, now)
+        return self.with_deadlines(watched, state, job, now)
 
     def events(self, pods: Sequence[Object]) -> Sequence[Object]:
-        """Events of the namespace, asked for only while a pod waits: there may be very many."""
+        """Events of the namespace, which can be very many: read only while a pod is pending."""
         if pods and all(pod["status"].get("phase") != "Pending" for pod in pods):
             return ()
         return self.cluster.list(EVENTS)
 
-    def report(self, visit: Visit, state: JobState) -> None:
-        """Tell what is new about the attempt and its pods."""
-        if state.phase in (Phase.QUEUED, Phase.STARTING) and state.progress not in visit.said:
-            visit.said.add(state.progress)
-            self.screen.tell(PhaseStarted(state.progress))
+    def report(self, watched: WatchedAttempt, state: JobState) -> None:
+        """Write what is new about the attempt and its pods."""
+        if state.phase in (Phase.QUEUED, Phase.STARTING) and state.progress not in watched.reported:
+            watched.reported.add(state.progress)
+            self.output.write(PhaseStarted(state.progress))
         for pod, wait in state.waiting.items():
             if ":" in wait:  # Kubernetes gives a reason
-                self.say(visit, f"pod {pod} waits: {wait}", key=f"{pod} {wait.partition(':')[0]}")
+                self.report_once(watched, f"pod {pod} waits: {wait}", key=f"{pod} {wait.partition(':')[0]}")
 
-    def say(self, visit: Visit, text: str, key: str | None = None) -> None:
-        """Tell something once."""
-        if (key or text) not in visit.said:
-            visit.said.add(key or text)
-            self.screen.tell(Notice(text))
+    def report_once(self, watched: WatchedAttempt, text: str, key: str | None = None) -> None:
+        if (key or text) not in watched.reported:
+            watched.reported.add(key or text)
+            self.output.write(Notice(text))
 
-    def beat(self, visit: Visit, state: JobState, now: float) -> None:
-        """Leave a sign of life at the RayJob, and what it has cost."""
-        name = job_name(self.config.name, visit.attempt.number)
+    def write_heartbeat(self, watched: WatchedAttempt, state: JobState, now: float) -> None:
+        """Update the heartbeat of the RayJob and the run status."""
+        name = job_name(self.config.name, watched.attempt.number)
         self.cluster.patch(RAY_JOBS, name, {"metadata": {"annotations": {HEARTBEAT: f"{now:.0f}"}}})
-        step = visit.mirror.last
+        step = watched.events.last
         steps = {} if step is None else {"step": step.step, "steps": step.steps}
-        self.post(attempt=visit.attempt.number, phase=state.phase, progress=state.progress, **steps)
-        visit.beaten = now
+        self.record(attempt=watched.attempt.number, phase=state.phase, progress=state.progress, **steps)
+        watched.heartbeat = now
 
-    def post(self, **facts: object) -> None:
-        """Note what `tidemill status` says of the run."""
-        self.board.post(**self.figures(), **facts)
+    def record(self, **fields: object) -> None:
+        """Set fields of the run status, with the GPU hours and the time."""
+        self.status.update(**self.figures(), **fields)
+
+    def record_end(self, error: TidemillError) -> None:
+        self.status.fail(error, **self.figures())
 
     def figures(self) -> dict[str, str]:
-        """What the run has cost, and when that was."""
-        return {"gpu_hours": f"{self.meter.hours:.2f}", "updated": f"{self.attempts.clock.time():.0f}"}
+        return {"gpu_hours": f"{self.usage.hours:.2f}", "updated": f"{self.attempts.clock.time():.0f}"}
 
-    def post_end(self, error: TidemillError) -> None:
-        """Note why the run ended."""
-        self.board.fail(error, **self.figures())
-
-    def pass_on_stop(self, visit: Visit, job: Object, now: float) -> None:
-        """Tell the driver to end, where a person asks for it or the budget is used up."""
+    def forward_stop(self, watched: WatchedAttempt, job: Object, now: float) -> None:
+        """Tell the driver to stop if a user asks for it or the budget is used up."""
         limit, reason = self.config.kubernetes.gpu_hours, annotations_of(job).get(STOP)
-        if visit.stopping is not None:
+        if watched.stop_reason is not None:
             return
-        if limit is not None and self.meter.hours >= limit:
-            reason = f"the budget of {limit:g} GPU hours is used up ({self.meter.hours:.2f})"
-            visit.stop_by = now + STOP_GRACE_S
+        if limit is not None and self.usage.hours >= limit:
+            reason = f"the budget of {limit:g} GPU hours is used up ({self.usage.hours:.2f})"
+            watched.stop_by = now + STOP_GRACE_S
         if reason is not None:
-            visit.attempt.ask_to_stop(self.store, reason)
-            visit.stopping = reason
-            self.say(visit, f"the run ends after the step under way, with a checkpoint: {reason}")
+            watched.attempt.ask_to_stop(self.store, reason)
+            watched.stop_reason = reason
+            self.report_once(watched, f"the run ends after the current step, with a checkpoint: {reason}")
 
-    def in_time(self, visit: Visit, state: JobState, job: Object | None, now: float) -> JobState:
-        """The state, which is fatal too where the attempt is stopped before it began, or a deadline has passed."""
+    def with_deadlines(self, watched: WatchedAttempt, state: JobState, job: Object | None, now: float) -> JobState:
+        """The state; fatal if the attempt was stopped before it started, or a deadline has passed."""
         if job is None or state.over:
             return state
-        if visit.stopping is not None and state.phase in (Phase.QUEUED, Phase.STARTING):
-            return replace(state, fatal=f"stopped before it began: {visit.stopping}")
-        if visit.stop_by is not None and now > visit.stop_by:
+        if watched.stop_reason is not None and state.phase in (Phase.QUEUED, Phase.STARTING):
+            return replace(state, fatal=f"stopped before it started: {watched.stop_reason}")
+        if watched.stop_by is not None and now > watched.stop_by:
             return replace(
-                state, fatal=f"{visit.stopping}; the run did not end within {STOP_GRACE_S:.0f} s and was deleted"
+                state,
+                fatal=f"{watched.stop_reason}; the run did not end within {STOP_GRACE_S:.0f} s and was deleted",
             )
         limit = self.config.kubernetes.start_timeout_s
-        began = seconds((job.get("status") or {}).get("startTime") or job["metadata"]["creationTimestamp"])
-        if state.phase is Phase.STARTING and now - began > limit:
+        started = seconds((job.get("status") or {}).get("startTime") or job["metadata"]["creationTimestamp"])
+        if state.phase is Phase.STARTING and now - started > limit:
             waits = "; ".join(f"{pod}: {wait}" for pod, wait in state.waiting.items()) or "no pod waits"
             return replace(
                 state, fatal=f"the cluster does not run after kubernetes.start_timeout_s = {limit} s: {waits}"

@@ -63,7 +63,7 @@ def refuse_permanent(name: str, run: RunConfig) -> None:
     """Fail at once where the try before did so for good: KFP tries a step again whatever its error was.
 
     Only what `validate` begins has such a record, and it begins without one, so that mended settings get their chance.
-    A pod finds none: there training has its verdict, see `kuberay.ending`, and what else fails for good does so soon.
+    A pod finds none: there training has its verdict, see `kuberay.attempts`, and what else fails for good does so soon.
 
     Raises:
         TidemillError: it did; in the words of that try.

@@ -1,6 +1,6 @@
-"""What the state of a RayJob means for a run, from the job, its pods and their events. Pure.
+"""The state of an attempt, from its RayJob, the pods and their events. Pure.
 
-KubeRay says "Initializing" for as long as a pod has no node or no image, so the pods themselves are asked.
+KubeRay reports "Initializing" as long as a pod has no node or no image, so the state is read from the pods themselves.
 """
 
 from __future__ import annotations
@@ -8,36 +8,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
 from tidemill.driver.failure import PERMANENT_FAILURE
-from tidemill.kuberay.cluster import Object, labels_of, name_of
-from tidemill.kuberay.driver_log import end_of_driver
+from tidemill.kuberay.cluster import Object, labels_of, name_of, seconds
+from tidemill.kuberay.submitter import driver_failure
 
 NODE_TYPE = "ray.io/node-type"
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 GRACE_S = 45.0
-"""A pod without image or node for so long is not waited for any more, where nothing says that it may still get it."""
+"""A pod without image or node fails the attempt after this time, unless there is a sign that it may still get one."""
 CONFIG_GRACE_S = 30.0
-"""The same for a secret that is not there: it comes in time or not at all."""
+"""The same for a missing secret."""
 HEAD_GRACE_S = 120.0
-"""So long may a head pod not answer its probes."""
+"""The head pod is lost if it has not been ready for longer."""
 IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError"})
 SCALING = frozenset({"TriggeredScaleUp", "Nominated"})
-"""Events by which Cluster Autoscaler and Karpenter say that they make a node for a pod."""
-FOR_A_WHILE = ("were unschedulable", "not-ready", "unreachable", "-pressure", "Too many pods", "uninitialized")
-"""In the scheduler's words: a node that may take the pod later."""
-NO_PLACE = (
-    "Mend kubernetes.gpu_type, node_selector, tolerations or the sizes of the pods, or add such a node: `kubectl "
-    "describe nodes` shows what there is."
+"""Events of Cluster Autoscaler and Karpenter that announce a new node for a pod."""
+TEMPORARY = ("were unschedulable", "not-ready", "unreachable", "-pressure", "Too many pods", "uninitialized")
+"""Parts of the scheduler's message about a node that may take the pod later."""
+FIX_NODES = (
+    "Correct kubernetes.gpu_type, node_selector, tolerations or the sizes of the pods, or add such a node: `kubectl "
+    "describe nodes` shows the nodes."
 )
 
-# How a RayJob ends badly: what to tell, and whether a new cluster may do better.
-ENDINGS: Mapping[str, tuple[str, bool]] = {
+# Reasons of a failed RayJob: the error, and whether another attempt may succeed.
+FAILURES: Mapping[str, tuple[str, bool]] = {
     "DeadlineExceeded": ("the run took longer than kubernetes.max_hours", False),
     "PreRunningDeadlineExceeded": ("the cluster did not run within kubernetes.start_timeout_s", False),
     "ValidationFailed": ("KubeRay refuses the RayJob", False),
@@ -49,7 +48,7 @@ ENDINGS: Mapping[str, tuple[str, bool]] = {
 
 
 class Phase(StrEnum):
-    """Where an attempt stands."""
+    """Phase of an attempt."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -61,14 +60,14 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """An attempt as its watcher sees it.
+    """State of an attempt.
 
     Attributes:
-        phase: where it stands.
-        progress: that in words.
-        waiting: why a pod does not run yet, by its name.
-        fatal: why the attempt is over, or has to be ended; None while it may go on.
-        retryable: whether another attempt may do better.
+        phase: phase of the attempt.
+        progress: the phase in words.
+        waiting: why a pod does not run yet, by the name of the pod.
+        fatal: why the attempt is over or must be ended; None while it can continue.
+        retryable: whether another attempt may succeed.
     """
 
     phase: Phase
@@ -79,7 +78,7 @@ class JobState:
 
     @property
     def over(self) -> bool:
-        """Whether the attempt has ended or has to."""
+        """Whether the attempt has ended or must be ended."""
         return self.fatal is not None or self.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)
 
 
@@ -88,10 +87,10 @@ class Wait:
     """Why a pod does not run.
 
     Attributes:
-        reason: as Kubernetes says it.
-        since: when it began, in seconds since 1970.
-        fatal: what to tell where waiting on cannot help.
-        grace_s: how long it is waited for all the same.
+        reason: the reason in the words of Kubernetes.
+        since: start of the wait, in seconds since 1970.
+        fatal: the error if more waiting cannot help.
+        grace_s: how long the pod may wait in spite of that.
     """
 
     reason: str
@@ -100,18 +99,18 @@ class Wait:
     grace_s: float = GRACE_S
 
     def over(self, now: float) -> bool:
-        """Whether it has been waited for long enough."""
+        """Whether the wait is fatal."""
         return self.fatal is not None and now - self.since >= self.grace_s
 
 
 def assess(job: Object | None, pods: Sequence[Object], events: Sequence[Object], now: float) -> JobState:
-    """What the objects of one attempt say.
+    """The state of one attempt.
 
     Args:
-        job: the RayJob, None if there is none. It is read after the pods, so that a head which is missing while the job
-            runs is lost and not cleaned up.
-        pods: of its cluster, and the one that submitted the driver.
-        events: of the namespace.
+        job: the RayJob, None if it does not exist. Read it after the pods: then a missing head of a running job is
+            lost, and was not removed after the end of the job.
+        pods: pods of its RayCluster, and the submitter pod.
+        events: events of the namespace.
         now: seconds since 1970.
     """
     if job is None or job["metadata"].get("deletionTimestamp"):
@@ -121,7 +120,7 @@ def assess(job: Object | None, pods: Sequence[Object], events: Sequence[Object],
     if deployment == "Complete" and status.get("jobStatus") == "SUCCEEDED":
         return JobState(Phase.SUCCEEDED, "succeeded")
     if deployment in ("Complete", "Failed", "ValidationFailed"):
-        return ended(status)
+        return failed(status)
     if deployment in ("Suspending", "Suspended") or job["spec"].get("suspend"):
         return JobState(Phase.QUEUED, queued(job))
     waits = {name_of(pod): wait for pod in pods if (wait := waits_for(pod, events)) is not None}
@@ -135,89 +134,92 @@ def assess(job: Object | None, pods: Sequence[Object], events: Sequence[Object],
     return JobState(Phase.STARTING, progress, waiting, fatal or refused(job, status, events, now))
 
 
-def ended(status: Mapping[str, Any]) -> JobState:
-    """A RayJob that KubeRay has given up, or whose driver failed or was stopped."""
+def failed(status: Mapping[str, Any]) -> JobState:
+    """The state of a RayJob that failed or was stopped."""
     reason, message = status.get("reason", ""), status.get("message", "")
     if status.get("jobStatus") == "STOPPED" and not reason:
         return JobState(Phase.FAILED, "stopped", fatal="the driver was stopped from outside, as by `ray job stop`")
-    told, retryable = ENDINGS.get(reason, (f"the RayJob failed: {reason or 'no reason given'}", True))
-    end = end_of_driver(message)
-    if end is not None:
-        code, words = end
-        message, retryable = f"exit code {code}\n{words}".rstrip(), retryable and code != PERMANENT_FAILURE
-    return JobState(Phase.FAILED, "failed", fatal=f"{told}: {message}" if message else told, retryable=retryable)
+    error, retryable = FAILURES.get(reason, (f"the RayJob failed: {reason or 'no reason given'}", True))
+    failure = driver_failure(message)
+    if failure is not None:
+        code, lines = failure
+        message, retryable = f"exit code {code}\n{lines}".rstrip(), retryable and code != PERMANENT_FAILURE
+    return JobState(Phase.FAILED, "failed", fatal=f"{error}: {message}" if message else error, retryable=retryable)
 
 
 def queued(job: Object) -> str:
-    """What a suspended job waits for."""
+    """The progress of a suspended job."""
     queue = labels_of(job).get(QUEUE)
-    return f"queued: waits for room in Kueue's queue {queue}" if queue else "suspended: waits until it is resumed"
+    return f"queued: waits for Kueue's queue {queue}" if queue else "suspended: waits until it is resumed"
 
 
 def wanted_pods(job: Object) -> int:
-    """Pods of the whole Ray cluster at its start, the head included."""
+    """Number of pods of the Ray cluster at its start, including the head."""
     spec = job["spec"].get("rayClusterSpec", {})
     return 1 + sum(int(group.get("replicas", 1)) for group in spec.get("workerGroupSpecs", ()))
 
 
 def waits_for(pod: Object, events: Sequence[Object]) -> Wait | None:
-    """Why a pod does not run, None if it does or has ended."""
+    """Why a pod does not run; None if it runs or has ended."""
     if pod["status"].get("phase") != "Pending":
         return None
     conditions = {condition["type"]: condition for condition in pod["status"].get("conditions", ())}
     scheduled = conditions.get("PodScheduled")
     if scheduled is not None and scheduled["status"] == "False":
-        return no_node(pod, scheduled, events)
+        return unschedulable(pod, scheduled, events)
     since = seconds(pod["status"].get("startTime") or pod["metadata"]["creationTimestamp"])
     for container in containers(pod):
         waiting = container.get("state", {}).get("waiting")
         if waiting is not None and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return no_start(pod, container, waiting, since)
+            return not_started(pod, container, waiting, since)
     warnings = [event for event in events if about(event, pod) and event.get("type") == "Warning"]
     if warnings:
         return Wait(f"{warnings[-1].get('reason')}: {warnings[-1].get('message', '')}", since)
-    return Wait("its containers are made", since) if scheduled is not None else Wait("not seen by the scheduler", since)
+    return (
+        Wait("its containers are being created", since) if scheduled is not None else Wait("not scheduled yet", since)
+    )
 
 
 def containers(pod: Object) -> Iterator[Mapping[str, Any]]:
-    """States of all containers of a pod, in the order in which they start."""
+    """Container states of a pod, in the order in which the containers start."""
     yield from pod["status"].get("initContainerStatuses") or ()
     yield from pod["status"].get("containerStatuses") or ()
 
 
-def no_start(pod: Object, container: Mapping[str, Any], waiting: Mapping[str, Any], since: float) -> Wait:
-    """A container that cannot start: image, secret, or command."""
+def not_started(pod: Object, container: Mapping[str, Any], waiting: Mapping[str, Any], since: float) -> Wait:
+    """The wait of a container that does not start: image, secret, or command."""
     reason, message = waiting["reason"], waiting.get("message", "")
     text, fatal, grace_s = f"{reason}: {message}" if message else reason, None, GRACE_S
     if reason in IMAGE_REASONS:
-        fix = "Mend kubernetes.image or kubernetes.image_pull_secrets, or push the image."
-        fatal = f"pod {name_of(pod)} cannot get its image {container.get('image')}: {text}. {fix}"
+        fix = "Correct kubernetes.image or kubernetes.image_pull_secrets, or push the image."
+        fatal = f"pod {name_of(pod)} cannot pull its image {container.get('image')}: {text}. {fix}"
     elif reason in CONFIG_REASONS:
-        fix = "Make the secret or the key, or mend kubernetes.store_secret or kubernetes.secrets."
+        fix = "Create the secret or the key, or correct kubernetes.store_secret or kubernetes.secrets."
         fatal, grace_s = f"pod {name_of(pod)} cannot start: {text}. {fix}", CONFIG_GRACE_S
     return Wait(text, since, fatal, grace_s)
 
 
-def no_node(pod: Object, scheduled: Mapping[str, Any], events: Sequence[Object]) -> Wait:
-    """A pod without a node: it is waited for where one is being made, or where one that fits is only taken."""
+def unschedulable(pod: Object, scheduled: Mapping[str, Any], events: Sequence[Object]) -> Wait:
+    """The wait of a pod without a node; not fatal while a node is being added, or if matching nodes are occupied."""
     message = scheduled.get("message") or scheduled.get("reason", "")
     scaling = any(event.get("reason") in SCALING and about(event, pod) for event in events)
     fatal = None
     if not scaling and fits_no_node(message):
-        fatal = f"no node can hold pod {name_of(pod)}, which asks for {wishes(pod)}: {message.rstrip('. ')}. {NO_PLACE}"
+        wanted = f"pod {name_of(pod)}, which requests {requests_of(pod)}"
+        fatal = f"no node can hold {wanted}: {message.rstrip('. ')}. {FIX_NODES}"
     text = f"{scheduled.get('reason', 'Unschedulable')}: {message}" + ("; a node is being added" if scaling else "")
     return Wait(text, seconds(scheduled.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"]), fatal)
 
 
 def fits_no_node(message: str) -> bool:
-    """Whether the scheduler says that no node could hold a pod, even if all other pods were gone.
+    """Whether no node could hold a pod even without any other pod, according to the scheduler's message.
 
-    It sorts nodes into those where preemption might help and those where it cannot.
+    The message counts the nodes where preemption may help and those where it cannot.
     """
     if "no nodes available" in message:
         return True
     total = re.search(r"0/(\d+) nodes are available", message)
-    if total is None or any(sign in message for sign in FOR_A_WHILE):
+    if total is None or any(sign in message for sign in TEMPORARY):
         return False
     _, preemption, after = message.partition("preemption:")
     if not preemption:
@@ -226,39 +228,39 @@ def fits_no_node(message: str) -> bool:
     return hopeless is not None and hopeless[1] == total[1]
 
 
-def wishes(pod: Object) -> str:
-    """What a pod asks of a node: its selector, and what it requests."""
+def requests_of(pod: Object) -> str:
+    """Node selector and resource requests of a pod."""
     requests: dict[str, str] = {}
     for container in pod["spec"].get("containers", ()):
         requests |= container.get("resources", {}).get("requests") or {}
     asked = {**(pod["spec"].get("nodeSelector") or {}), **requests}
-    return ", ".join(f"{name}={value}" for name, value in asked.items()) or "nothing in particular"
+    return ", ".join(f"{name}={value}" for name, value in asked.items()) or "nothing"
 
 
 def refused(job: Object, status: Mapping[str, Any], events: Sequence[Object], now: float) -> str | None:
-    """Why the API server takes no pod of the cluster: quota, pod security, a missing account or priority class."""
+    """Why the API server refuses the pods of the cluster: quota, pod security, a missing account or priority class."""
     conditions = (status.get("rayClusterStatus") or {}).get("conditions") or ()
     for condition in conditions:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             old = now - seconds(condition["lastTransitionTime"])
             return explain_refusal(condition["message"]) if old >= GRACE_S / 3 else None
-    ours, made = (name_of(job), status.get("rayClusterName")), seconds(job["metadata"]["creationTimestamp"])
+    owners, created = (name_of(job), status.get("rayClusterName")), seconds(job["metadata"]["creationTimestamp"])
     for event in events:
         failed = str(event.get("reason", "")).startswith("FailedToCreate")
-        if seconds(event.get("lastTimestamp") or job["metadata"]["creationTimestamp"]) < made:
-            continue  # of an earlier RayJob of this name
-        if failed and event.get("involvedObject", {}).get("name") in ours and event.get("count", 1) > 1:
+        if seconds(event.get("lastTimestamp") or job["metadata"]["creationTimestamp"]) < created:
+            continue  # about an earlier RayJob of this name
+        if failed and event.get("involvedObject", {}).get("name") in owners and event.get("count", 1) > 1:
             return explain_refusal(event.get("message", ""))
     return None
 
 
 def explain_refusal(message: str) -> str:
-    """A refusal in the API server's words, and what to do."""
+    """A refusal of the API server, and what to do."""
     fixes = {
-        "exceeded quota": "Wait until others have ended, ask for less, or raise the quota of the namespace.",
-        "violates PodSecurity": "The namespace asks for more than these pods keep to; see docs/kubernetes.md.",
-        "serviceaccount": "Make the account, or mend kubernetes.service_account.",
-        "PriorityClass": "Make the class, or mend kubernetes.trainer_priority_class or rollout_priority_class.",
+        "exceeded quota": "Wait for other runs to end, request less, or raise the quota of the namespace.",
+        "violates PodSecurity": "The namespace is stricter than these pods: see docs/kubernetes.md.",
+        "serviceaccount": "Create the account, or correct kubernetes.service_account.",
+        "PriorityClass": "Create the class, or correct kubernetes.trainer_priority_class or rollout_priority_class.",
     }
     fix = next((fix for sign, fix in fixes.items() if sign in message), "")
     cause = message.rpartition("is forbidden: ")[2]
@@ -266,28 +268,28 @@ def explain_refusal(message: str) -> str:
 
 
 def head_lost(status: Mapping[str, Any], pods: Sequence[Object], now: float) -> str | None:
-    """Why a running job has lost its head, None if it has not. KubeRay makes a new head, which knows of no job.
+    """Why a running job has lost its head, None if it has not. KubeRay creates a new head, which has no job.
 
-    A head that is younger than the pod which handed the job over is another one. Both ages are the API server's; when
-    the job began is known from Ray alone, by the clock of the head's node.
+    A head that is younger than the submitter pod is a new one. Both creation times come from the API server's clock;
+    the start of the job comes from the clock of the head's node.
     """
-    began = (status.get("rayJobInfo") or {}).get("startTime")
-    if began is None:
+    started = (status.get("rayJobInfo") or {}).get("startTime")
+    if started is None:
         return None
     alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
-    handed_over = [pod["metadata"]["creationTimestamp"] for pod in alive if NODE_TYPE not in labels_of(pod)]
-    living = [pod for pod in alive if labels_of(pod).get(NODE_TYPE) == "head"]
-    if not living:
+    submitters = [pod["metadata"]["creationTimestamp"] for pod in alive if NODE_TYPE not in labels_of(pod)]
+    heads = [pod for pod in alive if labels_of(pod).get(NODE_TYPE) == "head"]
+    if not heads:
         return "the head pod is gone"
-    head = living[0]
-    if seconds(head["metadata"]["creationTimestamp"]) > seconds(max(handed_over, default=began)):
+    head = heads[0]
+    if seconds(head["metadata"]["creationTimestamp"]) > seconds(max(submitters, default=started)):
         return "the head pod was replaced"
     if head["status"].get("phase") in ("Failed", "Succeeded"):
         return f"the head pod ended: {head['status'].get('reason') or last_end(head) or 'no reason given'}"
     for container in containers(head):
         last = container.get("lastState", {}).get("terminated")
-        if last is not None and seconds(last.get("finishedAt")) > seconds(began):
-            return f"the head's container {container['name']} ended and was started again: {last.get('reason')}"
+        if last is not None and seconds(last.get("finishedAt")) > seconds(started):
+            return f"the head's container {container['name']} ended and was restarted: {last.get('reason')}"
     ready = next((c for c in head["status"].get("conditions", ()) if c["type"] == "Ready"), None)
     if ready is not None and ready["status"] != "True" and now - seconds(ready["lastTransitionTime"]) > HEAD_GRACE_S:
         return f"the head pod has not been ready for {HEAD_GRACE_S:.0f} s: {ready.get('reason', '')}"
@@ -295,23 +297,18 @@ def head_lost(status: Mapping[str, Any], pods: Sequence[Object], now: float) -> 
 
 
 def last_end(pod: Object) -> str | None:
-    """Why a container of a pod ended, such as OOMKilled."""
+    """Why a container of a pod ended, such as OOMKilled; None if none has."""
     ends = (container.get("state", {}).get("terminated") for container in containers(pod))
     return next((str(end.get("reason")) for end in ends if end is not None), None)
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether a pod of the Ray cluster answers its probes."""
+    """Whether a pod belongs to the Ray cluster and is ready."""
     if NODE_TYPE not in labels_of(pod):
         return False
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
 
 
 def about(event: Object, thing: Object) -> bool:
-    """Whether an event is of an object."""
+    """Whether an event concerns an object."""
     return bool(event.get("involvedObject", {}).get("name") == name_of(thing))
-
-
-def seconds(time: str | None) -> float:
-    """A time of Kubernetes in seconds since 1970; 0 for none."""
-    return datetime.fromisoformat(time).timestamp() if time else 0.0

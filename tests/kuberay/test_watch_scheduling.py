@@ -74,7 +74,7 @@ def test_a_queued_run_waits_for_longer_than_the_start_timeout_and_says_so(rig: R
     rig.starts(after=700)
     rig.clock.after(800, rig.succeeds)
     assert rig.watcher().follow(first).steps == 3
-    assert "queued: waits for room in Kueue's queue gpus" in rig.screen.getvalue()
+    assert "queued: waits for Kueue's queue gpus" in rig.output.getvalue()
 
 
 def test_a_run_that_kueue_suspends_and_resumes_stays_the_same_attempt(rig: Rig) -> None:
@@ -87,5 +87,5 @@ def test_a_run_that_kueue_suspends_and_resumes_stays_the_same_attempt(rig: Rig) 
     rig.starts(after=700)
     rig.clock.after(800, rig.succeeds)
     assert rig.watcher().follow(first).steps == 3
-    assert rig.cluster.made.count(rig.job()) == 1
-    assert rig.job(2) not in rig.cluster.made
+    assert rig.cluster.created.count(rig.job()) == 1
+    assert rig.job(2) not in rig.cluster.created

@@ -22,12 +22,12 @@ def test_a_watcher_that_is_slower_than_another_one_follows_it(rig: Rig, ahead: s
     def go_ahead() -> None:
         rig.steps(2, 1)
         if ahead == "runs":
-            rig.attempts.begin(2)
+            rig.attempts.create(2)
             rig.operator.admit(rig.job(2))
         elif ahead == "succeeded":
             rig.leaves(2)
         elif ahead == "given up":
-            rig.watcher().ending.give_up(Attempt(rig.config.name, 2), ClusterError("no room"))
+            rig.attempts.record_verdict(Attempt(rig.config.name, 2), ClusterError("no room"))
 
     rig.clock.after(100, go_ahead)
     last = {"runs": 2, "gone": 3}.get(ahead)
@@ -40,7 +40,7 @@ def test_a_watcher_that_is_slower_than_another_one_follows_it(rig: Rig, ahead: s
             rig.watcher().follow(first)
     else:
         assert rig.watcher().follow(first).steps == 3
-    assert rig.made() == [rig.job(1), *([rig.job(last)] if last else [])]
+    assert rig.created() == [rig.job(1), *([rig.job(last)] if last else [])]
 
 
 def test_what_another_watcher_took_away_was_not_deleted_from_outside(rig: Rig) -> None:
@@ -49,14 +49,14 @@ def test_what_another_watcher_took_away_was_not_deleted_from_outside(rig: Rig) -
     rig.starts()
 
     def take_away() -> None:
-        rig.watcher().post(**{FAILED: 1})
+        rig.status.update(**{FAILED: 1})
         rig.cluster.delete(RAY_JOBS, rig.job())
 
     rig.clock.after(50, take_away)
     rig.starts(2, after=80)
     rig.clock.after(120, lambda: rig.succeeds(2))
     assert rig.watcher().follow(first).steps == 3
-    assert rig.made() == [rig.job(1), rig.job(2)]
+    assert rig.created() == [rig.job(1), rig.job(2)]
 
 
 def test_what_another_watcher_gave_up_is_given_up_with_its_words(rig: Rig) -> None:
@@ -64,7 +64,7 @@ def test_what_another_watcher_gave_up_is_given_up_with_its_words(rig: Rig) -> No
     rig.starts()
 
     def give_up() -> None:
-        rig.watcher().ending.give_up(Attempt(rig.config.name, 1), ClusterError("no node can hold it"))
+        rig.attempts.record_verdict(Attempt(rig.config.name, 1), ClusterError("no node can hold it"))
         rig.cluster.delete(RAY_JOBS, rig.job())
 
     rig.clock.after(50, give_up)

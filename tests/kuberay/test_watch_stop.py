@@ -41,7 +41,7 @@ def test_a_run_that_waits_for_room_is_deleted_when_it_is_told_to_stop(rig: Rig) 
     rig.clock.after(2, lambda: rig.operator.admit(rig.job()))
     stop = {"metadata": {"annotations": {STOP: "changed my mind"}}}
     rig.clock.after(20, lambda: rig.cluster.patch(RAY_JOBS, rig.job(), stop))
-    with pytest.raises(ClusterError, match="stopped before it began: changed my mind"):
+    with pytest.raises(ClusterError, match="stopped before it started: changed my mind"):
         rig.watcher().follow(first)
     assert rig.left() == []
 
@@ -53,7 +53,7 @@ def test_a_deleted_run_stays_deleted_also_when_the_step_is_tried_again(rig: Rig)
     for _ in range(2):
         with pytest.raises(ClusterError, match="was deleted from outside"):
             rig.watcher().follow(first)
-    assert rig.cluster.made.count(rig.job(2)) == 0
+    assert rig.cluster.created.count(rig.job(2)) == 0
     assert rig.watcher().provision() == 2  # a new pipeline goes on
 
 
@@ -73,9 +73,9 @@ def test_a_run_that_is_ended_between_two_attempts_gets_no_other_one(rig: Rig, fa
     rig.clock.after(50, lambda: rig.fails(1, RunError("lost")))
     rig.clock.after(80, lambda: close(rig.cluster, rig.config.name, **facts))
     for _ in range(2):  # KFP tries the step again
-        with pytest.raises(ClusterError, match=f"no further attempt begins: {next(iter(facts.values()))}"):
+        with pytest.raises(ClusterError, match=f"no further attempt starts: {next(iter(facts.values()))}"):
             rig.watcher().follow(first)
-    assert rig.made() == [rig.job()]
+    assert rig.created() == [rig.job()]
     assert rig.watcher().provision() == 2  # a new pipeline goes on
 
 
@@ -106,7 +106,7 @@ def test_a_watcher_killed_before_it_saw_that_the_run_was_given_back_ends_the_att
     rig: Rig,
 ) -> None:
     first = rig.watcher().provision()
-    rig.attempts.begin(2)
+    rig.attempts.create(2)
     close(rig.cluster, rig.config.name, **{ENDED: "it was given back", ENDED_OF: ""})
     with pytest.raises(ClusterError, match="attempt 2 is deleted"):
         rig.watcher().follow(first)

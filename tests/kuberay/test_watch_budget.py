@@ -6,7 +6,7 @@ import pytest
 from kuberay_rig import Killed, Rig, killed, with_kubernetes
 
 from tidemill.errors import ClusterError, RunError
-from tidemill.kuberay import budget
+from tidemill.kuberay.budget import GpuUsage, PodUsage
 from tidemill.kuberay.cluster import RAY_CLUSTERS
 from tidemill.store.attempt import Attempt
 
@@ -28,7 +28,7 @@ def test_a_used_up_budget_ends_the_run_and_says_so(rig: Rig) -> None:
     rig.clock.after(20, look)
     rig.watcher().follow(first)
     assert asked[0] - begin == pytest.approx(1800, abs=30)  # two GPUs for half an hour
-    assert "the budget of 1 GPU hours is used up" in rig.screen.getvalue()
+    assert "the budget of 1 GPU hours is used up" in rig.output.getvalue()
 
 
 def test_a_run_over_budget_that_does_not_end_is_deleted(rig: Rig) -> None:
@@ -50,7 +50,7 @@ def test_gpu_hours_of_a_run_that_ended_unwatched_go_to_its_end(rig: Rig) -> None
     rig.clock.after(3700 - 300, lambda: rig.cluster.delete(RAY_CLUSTERS, f"{rig.job()}-cluster"))
     rig.clock.sleep(7200)
     rig.watcher().follow(first)
-    assert budget.load(rig.store, rig.config.name).hours == pytest.approx(2.0, abs=0.02)  # two GPUs for an hour
+    assert GpuUsage.load(rig.store, rig.config.name).hours == pytest.approx(2.0, abs=0.02)  # two GPUs for an hour
 
 
 def test_the_budget_counts_all_attempts_and_outlives_the_watcher(rig: Rig) -> None:
@@ -64,10 +64,10 @@ def test_the_budget_counts_all_attempts_and_outlives_the_watcher(rig: Rig) -> No
     rig.starts(2, after=30)
     with pytest.raises(ClusterError, match="budget of 1 GPU hours"):
         rig.watcher().follow(first)
-    assert budget.load(rig.store, rig.config.name).hours == pytest.approx(1.0 + 2 * 900 / 3600, abs=0.05)
+    assert GpuUsage.load(rig.store, rig.config.name).hours == pytest.approx(1.0 + 2 * 900 / 3600, abs=0.05)
     with pytest.raises(ClusterError, match="budget of 1 GPU hours"):
         rig.watcher().follow(first)
-    with pytest.raises(ClusterError, match="Raise it to go on"):
+    with pytest.raises(ClusterError, match="Raise it to continue"):
         rig.watcher().provision()
 
 
@@ -78,7 +78,7 @@ def test_a_budget_that_is_used_up_by_pods_that_wait_for_others_ends_the_run_befo
     rig.clock.after(10, lambda: rig.operator.ready(f"{rig.job()}-cluster-trainer-0"))
     taken = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 No victims."
     rig.clock.after(10, lambda: rig.operator.unschedulable(f"{rig.job()}-cluster-rollout-0", taken))
-    with pytest.raises(ClusterError, match=r"stopped before it began: the budget of 0\.1 GPU hours is used up"):
+    with pytest.raises(ClusterError, match=r"stopped before it started: the budget of 0\.1 GPU hours is used up"):
         rig.watcher().follow(first)
     assert rig.clock.now - begin == pytest.approx(10 + 360, abs=10)  # one GPU for a tenth of an hour
     assert rig.left() == []
@@ -87,7 +87,7 @@ def test_a_budget_that_is_used_up_by_pods_that_wait_for_others_ends_the_run_befo
 def test_why_provision_begins_nothing_is_noted(rig: Rig) -> None:
     with_kubernetes(rig, gpu_hours=1.0)
     watcher = rig.watcher()
-    watcher.meter.holdings["uid"] = budget.Holding(4, 0.0, 3600.0)
+    watcher.usage.pods["uid"] = PodUsage(4, 0.0, 3600.0)
     with pytest.raises(ClusterError, match="budget"):
         watcher.provision()
-    assert "budget of 1 GPU hours" in rig.watcher().board.facts()["error"]
+    assert "budget of 1 GPU hours" in rig.status.fields()["error"]
