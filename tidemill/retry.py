@@ -29,7 +29,7 @@ def retrying(
 
     Args:
         errors: all others are raised at once.
-        limit_s: after this time no call begins, in seconds.
+        limit_s: after this time a failure is final, in seconds.
         every_s: between a failure and the next call, in seconds.
         now: clock; with `sleep` an argument, so that tests need no real time.
         sleep: waits.

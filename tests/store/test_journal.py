@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.errors import StoreError, StoreGapError
-from tidemill.store import journal
-from tidemill.store.journal import JournalReader, JournalWriter
+from tidemill.store.journal import SEGMENT_BYTES, JournalReader, JournalWriter
 from tidemill.store.object_store import ObjectStore, StoredObject
 
 PREFIX = "runs/a/attempts/1/events"
@@ -34,8 +33,8 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def writer(store: ObjectStore, path: Path) -> JournalWriter:
-    return JournalWriter(store, PREFIX, path, interval_s=0.01, close_timeout_s=120)
+def writer(store: ObjectStore, path: Path, segment_bytes: int = SEGMENT_BYTES) -> JournalWriter:
+    return JournalWriter(store, PREFIX, path, interval_s=0.01, close_timeout_s=120, segment_bytes=segment_bytes)
 
 
 def test_what_is_appended_arrives_in_order_and_whole_at_the_end(store: ObjectStore, tmp_path: Path) -> None:
@@ -51,23 +50,20 @@ def test_what_is_appended_arrives_in_order_and_whole_at_the_end(store: ObjectSto
     assert reader.read() == b""
 
 
-def test_a_line_is_shipped_once_it_is_whole(seaweedfs: ObjectStore, tmp_path: Path) -> None:
+def test_a_line_is_uploaded_when_it_is_complete(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     path, reader = tmp_path / "log.txt", JournalReader(seaweedfs, PREFIX)
-    ships = writer(seaweedfs, path)
+    uploads = writer(seaweedfs, path)
     append(path, "one\ntw")
-    assert ships.ship(to_the_end=False) and reader.read() == b"one\n"
+    assert uploads.upload(to_the_end=False) and reader.read() == b"one\n"
     append(path, "o\n")
-    assert ships.ship(to_the_end=False) and reader.read() == b"two\n"
+    assert uploads.upload(to_the_end=False) and reader.read() == b"two\n"
     assert [item.key for item in seaweedfs.list(PREFIX)] == [f"{PREFIX}/000000000000.txt", f"{PREFIX}/000000000004.txt"]
 
 
-def test_a_line_longer_than_a_segment_is_cut(
-    seaweedfs: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal, "SEGMENT_BYTES", 8)
+def test_a_line_longer_than_a_segment_is_cut(seaweedfs: ObjectStore, tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     append(path, "0123456789\nab\nc")
-    writer(seaweedfs, path).ship(to_the_end=False)
+    writer(seaweedfs, path, segment_bytes=8).upload(to_the_end=False)
     assert [seaweedfs.get_bytes(item.key) for item in seaweedfs.list(PREFIX)] == [b"01234567", b"89\nab\n"]
 
 
@@ -109,9 +105,9 @@ def test_a_new_file_that_grows_before_the_store_answers_is_not_taken_for_the_old
 ) -> None:
     seaweedfs.put_bytes(f"{PREFIX}/000000000000.jsonl", b"old\n")
     path = tmp_path / "events.jsonl"
-    ships = writer(seaweedfs, path)
+    uploads = writer(seaweedfs, path)
     append(path, "longer than the old one\n")
-    assert ships.ship(to_the_end=False)
+    assert uploads.upload(to_the_end=False)
     assert JournalReader(seaweedfs, PREFIX).read() == b"old\nlonger than the old one\n"
 
 

@@ -27,7 +27,7 @@ from tidemill.kuberay.manifest import manifests
 from tidemill.rollout.sources import load_rows
 from tidemill.steps.request import MARK, Request, entries, mark
 from tidemill.steps.sweep import variants
-from tidemill.store.inputs import local_files, ship
+from tidemill.store.inputs import local_files, upload_prompts
 
 SERVICE = "tidemill_pipelines.service"
 ENDPOINT = "KF_PIPELINES_ENDPOINT"
@@ -232,7 +232,7 @@ def order(arguments: argparse.Namespace, parameters: Mapping[str, str], name: st
     """What KFP is asked for; the files of prompts are uploaded on the way."""
     kfp = reach(arguments)
     try:
-        shipped = text_of(ship(config, arguments.store_endpoint))
+        shipped = text_of(upload_prompts(config, arguments.store_endpoint))
     except StoreError as error:
         place = "" if arguments.store_endpoint else f"{SEEN} kubectl -n {config.kubernetes.namespace} {FORWARD}"
         raise StoreError(f"prompts that are files of this machine cannot be uploaded: {error}{place}") from error

