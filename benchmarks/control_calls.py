@@ -24,6 +24,7 @@ from tidemill.actors.engine import EngineActor, RemoteEngine, engine_shell
 from tidemill.actors.placement import Place
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
+from tidemill.records import EngineId
 
 PROMPT, SAMPLING = np.arange(3, dtype=np.int32), Sampling(n=1, max_tokens=3, temperature=1.0)
 MODES: tuple[PauseMode, ...] = ("keep", "abort")  # `wait` takes as long as what it waits for
@@ -47,7 +48,7 @@ async def milliseconds(call: Callable[[], Awaitable[object]]) -> float:
 
 async def measure(crowd: int, mode: PauseMode) -> tuple[float, float]:
     """The slowest of some calls that only ask, and a weight update, with so many generations open."""
-    engine = RemoteEngine("engine 0", engine_shell(CrowdedActor, Place(), {}).remote(crowd))
+    engine = RemoteEngine(EngineId(0), engine_shell(CrowdedActor, Place(), {}).remote(crowd))
     generations = [asyncio.create_task(engine.generate(f"{uid}.0", PROMPT, SAMPLING)) for uid in range(crowd)]
     async with asyncio.timeout(DEADLINE_S):
         while (await engine.stats())["running"] < crowd:

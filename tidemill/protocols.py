@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from tidemill.errors import DataError
-from tidemill.records import Completion, Float32Array, GroupHeader, Int32Array
+from tidemill.records import Completion, EngineId, Float32Array, GroupHeader, Int32Array
 
 PauseMode = Literal["keep", "abort", "wait"]
 Ref = TypeVar("Ref")
-Loads = Mapping[str, Sequence[tuple[float, int]]]
-"""By engine: from when on (seconds since the epoch) it has how many requests in flight."""
+Loads = Mapping[EngineId, Sequence[tuple[float, int]]]
+"""Requests in flight of each engine: at which second since the epoch their number changed, and to what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class Generation(Protocol):
         """JSON value from which `Ledger.restore` goes on after a restart."""
         ...
 
-    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
+    async def evaluate(self, version: int, engine: EngineId | None = None) -> Evaluation:
         """Score the held-out prompts with the engines' present weights, or with those of one engine that is set aside.
 
         Raises:

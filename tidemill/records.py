@@ -37,6 +37,16 @@ Buffer: TypeAlias = "bytes | NDArray[np.uint8]"  # an encoded group, also where 
 FinishReason = Literal["stop", "length", "abort"]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class EngineId:
+    """Names an engine; unique in a run, because the engine that replaces a lost one gets the next number."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"engine {self.number}"
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One occurrence of one dataset row: row 3 in the second epoch is another occurrence than in the first.

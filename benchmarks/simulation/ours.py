@@ -13,7 +13,7 @@ from simulation.world import Taken, World
 from tidemill.config.run import RunConfig
 from tidemill.protocols import Sampling
 from tidemill.queue.message_queue import MessageQueue
-from tidemill.records import Completion, Group, Int32Array, Prompt, VersionSpan
+from tidemill.records import Completion, EngineId, Group, Int32Array, Prompt, VersionSpan
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.rollouter import Rollouter
@@ -103,7 +103,7 @@ class Ours:
             config,
             prompts,
             None,
-            engines=[SlotEngine(world) for _ in range(scenario.engines)],
+            engines={EngineId(n): SlotEngine(world) for n in range(scenario.engines)},
             queue=self.queue,
             rewards=NoReward(),
             decode=lambda tokens: "",

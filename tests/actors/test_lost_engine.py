@@ -25,14 +25,16 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import EngineLostError
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling
-from tidemill.records import Float32Array, Int32Array
-from tidemill.rollout.fleet import Fleet
+from tidemill.records import EngineId, Float32Array, Int32Array
+from tidemill.rollout.fleet import Fleet, FleetLimits
 from tidemill.weights.outbox import MemoryOutbox
 from tidemill.weights.synchronizer import Synchronizer
 
 pytestmark = pytest.mark.slow
 CANARY = np.arange(6, dtype=np.int32)
 DEADLINE_S = 240.0
+
+LIMITS = FleetLimits(DEADLINE_S)
 
 
 class FakeActor(EngineActor):
@@ -56,17 +58,17 @@ class Pool:
     """The rotation of a rollouter, which only remembers."""
 
     def __init__(self) -> None:
-        self.joined: dict[str, int] = {}
-        self.removed: list[str] = []
+        self.joined: dict[EngineId, int] = {}
+        self.removed: list[EngineId] = []
 
-    async def add_engine(self, name: str, engine: RemoteEngine) -> None:
-        self.joined[name] = await engine.version()
+    async def add_engine(self, engine_id: EngineId, engine: RemoteEngine) -> None:
+        self.joined[engine_id] = await engine.version()
 
-    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
-        self.removed.append(name)
+    async def remove_engine(self, engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
+        self.removed.append(engine_id)
         return 0
 
-    async def lost_engines(self) -> dict[str, str]:
+    async def lost_engines(self) -> dict[EngineId, str]:
         return {}
 
 
@@ -89,8 +91,8 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def start(number: int) -> RemoteEngine:
-    return RemoteEngine(f"engine {number}", engine_shell(FakeActor, Place(), {}).remote())
+def start(engine_id: EngineId) -> RemoteEngine:
+    return RemoteEngine(engine_id, engine_shell(FakeActor, Place(), {}).remote())
 
 
 async def uniform(tokens: Int32Array) -> Float32Array:
@@ -102,9 +104,11 @@ async def export(path: Path) -> int:
 
 
 @asynccontextmanager
-async def fleet_of(folder: Path, engines: list[RemoteEngine], pool: Pool) -> AsyncIterator[Fleet]:
-    synchronizer = Synchronizer(engines, SyncConfig(), MemoryOutbox(folder / "shm", export), uniform, CANARY)
-    fleet = Fleet(engines, start, DEADLINE_S, pool, synchronizer, lambda text: None)
+async def fleet_of(
+    folder: Path, engines: list[RemoteEngine], pool: Pool, limits: FleetLimits = LIMITS
+) -> AsyncIterator[Fleet]:
+    synchronizer = Synchronizer(SyncConfig(), MemoryOutbox(folder / "shm", export), uniform, CANARY)
+    fleet = Fleet(engines, start, limits, pool, synchronizer, lambda text: None)
     await asyncio.gather(*(engine.start() for engine in engines))
     async with asyncio.timeout(DEADLINE_S), fleet.kept():
         await fleet.publish(4, "keep")
@@ -116,10 +120,9 @@ async def fleet_of(folder: Path, engines: list[RemoteEngine], pool: Pool) -> Asy
 async def test_a_process_that_is_killed_or_stopped_is_replaced_and_nothing_is_left_of_it(
     tmp_path: Path, death: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.rollout.fleet.PROBE_TIMEOUT_S", 15.0)
     monkeypatch.setattr("tidemill.actors.engine.ORDERLY_END_S", 5.0)
-    engines, pool = [start(0), start(1)], Pool()
-    async with fleet_of(tmp_path, engines, pool) as fleet:
+    engines, pool = [start(EngineId(0)), start(EngineId(1))], Pool()
+    async with fleet_of(tmp_path, engines, pool, FleetLimits(DEADLINE_S, probe_timeout_s=15.0)) as fleet:
         [pid, child] = await engines[0].actor.processes.remote()
         request = asyncio.create_task(engines[0].generate("1007.0", CANARY, Sampling(1, 3, 1.0)))
         await asyncio.sleep(0.1)
@@ -128,7 +131,7 @@ async def test_a_process_that_is_killed_or_stopped_is_replaced_and_nothing_is_le
             await request
         while not pool.joined:
             await asyncio.sleep(0.05)
-        assert (pool.removed, pool.joined) == (["engine 0"], {"engine 2": 4})
+        assert (pool.removed, pool.joined) == ([EngineId(0)], {EngineId(2): 4})
         await fleet.publish(5, "keep")
         assert [await member.version() for member in fleet.members] == [5, 5]
         while any(psutil.pid_exists(gone) and is_alive(gone) for gone in (pid, child)):
@@ -143,7 +146,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_a_publication_goes_on_without_an_engine_that_dies_in_it(tmp_path: Path) -> None:
-    engines, pool = [start(0), start(1)], Pool()
+    engines, pool = [start(EngineId(0)), start(EngineId(1))], Pool()
     async with fleet_of(tmp_path, engines, pool) as fleet:
         [pid, _] = await engines[0].actor.processes.remote()
         os.kill(pid, signal.SIGKILL)
@@ -151,7 +154,7 @@ async def test_a_publication_goes_on_without_an_engine_that_dies_in_it(tmp_path:
         assert await engines[1].version() == 5
         while not pool.joined:
             await asyncio.sleep(0.05)
-        assert pool.joined == {"engine 2": 5}
+        assert pool.joined == {EngineId(2): 5}
 
 
 async def test_a_rollouter_in_a_process_of_its_own_loses_no_group_with_an_engine(tmp_path: Path) -> None:
@@ -170,11 +173,11 @@ async def test_a_rollouter_in_a_process_of_its_own_loses_no_group_with_an_engine
             "trainer": {"steps": steps, "ppo_mini_batch_size": 4},
         }
     )
-    queue, engines = start_queue(config.queue_capacity, 1, "block"), [start(0), start(1)]
+    queue, engines = start_queue(config.queue_capacity, 1, "block"), [start(EngineId(0)), start(EngineId(1))]
     generation = start_rollouter(config, config.model, engines, queue, None, 0)
     await generation.start()
-    synchronizer = Synchronizer(engines, SyncConfig(), MemoryOutbox(tmp_path / "shm", export), uniform, CANARY)
-    fleet = Fleet(engines, start, DEADLINE_S, generation, synchronizer, lambda text: None)
+    synchronizer = Synchronizer(SyncConfig(), MemoryOutbox(tmp_path / "shm", export), uniform, CANARY)
+    fleet = Fleet(engines, start, LIMITS, generation, synchronizer, lambda text: None)
     trained: list[int] = []
     async with asyncio.timeout(DEADLINE_S), fleet.kept():
         await fleet.publish(0, "keep")
@@ -184,7 +187,7 @@ async def test_a_rollouter_in_a_process_of_its_own_loses_no_group_with_an_engine
                 [pid, _] = await engines[0].actor.processes.remote()
                 os.kill(pid, signal.SIGKILL)
             if version == 6:
-                while [member.name for member in fleet.members] != ["engine 1", "engine 2"]:
+                while [member.id for member in fleet.members] != [EngineId(1), EngineId(2)]:
                     await asyncio.sleep(0.05)
             lease = await queue.lease(4, version, DEADLINE_S)
             while not lease.deliveries:  # it was answered at once, with what had become too old

@@ -13,6 +13,7 @@ from tidemill.driver.observer import RunObserver
 from tidemill.observe.events import EventLog, StepFinished, read_events
 from tidemill.observe.meters import Timings
 from tidemill.observe.timeline import newest_attempt
+from tidemill.records import EngineId
 from tidemill.train.trainer import Position
 
 STEPS = [
@@ -44,7 +45,7 @@ def observe(log: EventLog, first_step: int) -> tuple[RunObserver, Curves]:
         with timings.phase("update_actor"):
             pass
         observer.step_finished(Position(step, version=step), metrics)
-        observer.active(step, timings, {"engine 0": [(0.0, 1)]})
+        observer.active(step, timings, {EngineId(0): [(0.0, 1)]})
     return observer, curves
 
 

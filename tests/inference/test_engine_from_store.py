@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sync_rig import SyncRig
 from tiny_model import make_tiny_model
 
 from tidemill.actors.engine import EngineActor
@@ -61,7 +62,7 @@ async def test_an_engine_computes_what_was_published_through_the_store(tmp_path:
         await engine.start()
         try:
             outbox = StoreOutbox(write, upload, republish, store, weights_prefix(run.name))
-            publisher = Synchronizer([engine], run.sync, outbox, score, PROMPT)
+            publisher = SyncRig(Synchronizer(run.sync, outbox, score, PROMPT), engine)
             await publisher.publish(0, "keep")
             for parameter in rank.policy.parameters.values():
                 parameter.data[:2] *= 1.5

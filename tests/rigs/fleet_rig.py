@@ -16,9 +16,10 @@ from tidemill.config.asynchrony import SyncConfig
 from tidemill.errors import EngineCrashedError, EngineLostError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
-from tidemill.records import Completion, Float32Array, Int32Array
+from tidemill.records import Completion, EngineId, Float32Array, Int32Array
 from tidemill.rollout.elasticity import Elasticity
-from tidemill.rollout.fleet import Fleet
+from tidemill.rollout.failures import LOSSES
+from tidemill.rollout.fleet import Fleet, FleetLimits
 from tidemill.rollout.group_request import Timeouts
 from tidemill.rollout.prompts import PromptSet
 from tidemill.weights.outbox import MemoryOutbox
@@ -40,9 +41,11 @@ class FakeMember(FakeEngine):
         answers: held-out prompts are not answered while this is not set.
     """
 
-    def __init__(self, number: int, fails: Exception | None = None, pending: asyncio.Event | None = None) -> None:
+    def __init__(
+        self, engine_id: EngineId, fails: Exception | None = None, pending: asyncio.Event | None = None
+    ) -> None:
         super().__init__(token_delay_s=0.001)
-        self.name, self.fails, self.pending = f"engine {number}", fails, pending
+        self.id, self.fails, self.pending = engine_id, fails, pending
         self.hangs = asyncio.Event()
         self.ended = False
         self.adopted: list[int] = []
@@ -88,16 +91,16 @@ class Mortal(FakeMember):
 
     def _check_alive(self) -> None:
         if self._dead:
-            raise EngineCrashedError(f"{self.name} died")
+            raise EngineCrashedError(f"{self.id} died")
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
         if self._dead:
-            raise EngineLostError(f"{self.name} is dead")
+            raise EngineLostError(f"{self.id} is dead")
         name = request_id.partition(".")[0]
         if (int(name) if name.isdecimal() else name) in self.deadly:
             await asyncio.sleep(0.002)
             await super().shutdown()
-            raise EngineCrashedError(f"{self.name} died of {request_id}")
+            raise EngineCrashedError(f"{self.id} died of {request_id}")
         return await super().generate(request_id, prompt_ids, sampling)
 
 
@@ -120,9 +123,10 @@ class Crew:
 
     folder: Path
     engines: int = 2
-    start: Callable[[int], FakeMember] = FakeMember
+    start: Callable[[EngineId], FakeMember] = FakeMember
     options: dict[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 5.0
+    losses: int = LOSSES
     held_out: PromptSet | None = None
     elasticity: Elasticity | None = None
     export: Callable[[Path], Awaitable[int]] = export
@@ -132,7 +136,7 @@ class Crew:
     version: int = 0
 
     def __post_init__(self) -> None:
-        self.members = [FakeMember(number) for number in range(self.engines)]
+        self.members = [FakeMember(EngineId(number)) for number in range(self.engines)]
         self.started: list[FakeMember] = []
         self.notices: list[str] = []
         self.rig = Rig(
@@ -145,20 +149,19 @@ class Crew:
             timeouts=TIMEOUTS,
         )
         outbox = MemoryOutbox(self.folder / "shm", self.export)
-        self.synchronizer = Synchronizer(self.members, SyncConfig(timeout_s=0.5), outbox, self.score, CANARY)
+        self.synchronizer = Synchronizer(SyncConfig(timeout_s=0.5), outbox, self.score, CANARY)
         self.fleet = Fleet(
             self.members,
             self.begin,
-            self.start_timeout_s,
+            FleetLimits(self.start_timeout_s, 1.0, 0.005, 0.1, 0.005, self.losses),
             self.rig.rollouter,
             self.synchronizer,
             self.notices.append,
-            elasticity=self.elasticity,
-            group_timeout_s=1.0,
+            self.elasticity,
         )
 
-    def begin(self, number: int) -> FakeMember:
-        self.started.append(self.start(number))
+    def begin(self, engine_id: EngineId) -> FakeMember:
+        self.started.append(self.start(engine_id))
         return self.started[-1]
 
     async def train(self, steps: int, at: Callable[[int], Any] = lambda step: None) -> None:

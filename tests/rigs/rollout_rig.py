@@ -15,7 +15,7 @@ from tidemill.errors import RewardError
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import WeightUpdate
 from tidemill.queue.message_queue import MessageQueue
-from tidemill.records import Group, Int32Array, Prompt
+from tidemill.records import EngineId, Group, Int32Array, Prompt
 from tidemill.rollout.group_request import TIMEOUTS, Timeouts
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
@@ -110,7 +110,7 @@ class Rig:
             config,
             self.prompts,
             self.held_out,
-            engines=self.engines,
+            engines={EngineId(n): engine for n, engine in enumerate(self.engines)},
             queue=self.queue,
             rewards=self.rewards,
             decode=decode,

@@ -10,7 +10,7 @@ from rollout_rig import BROKEN, LengthReward, Rig, decode, held_out, run_config
 from tidemill.errors import ConfigError, EngineError, EngineLostError, RewardError, RewardTimeoutError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
-from tidemill.records import Completion, Int32Array
+from tidemill.records import Completion, EngineId, Int32Array
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
 
@@ -157,7 +157,7 @@ async def test_an_evaluation_that_fails_leaves_no_request_behind() -> None:
 async def test_one_engine_that_is_named_answers_alone_within_its_own_limit() -> None:
     config = run_config(rollout={"concurrent_samples_per_replica": 2})
     rig = Rig(config, held_out=held_out(8), engines=[FakeEngine(), FakeEngine(token_delay_s=0.01)])
-    evaluation = asyncio.create_task(rig.rollouter.evaluate(0, "engine 1"))
+    evaluation = asyncio.create_task(rig.rollouter.evaluate(0, EngineId(1)))
     most = 0.0
     while not evaluation.done():
         most = max(most, (await rig.engines[1].stats())["running"])
@@ -169,7 +169,7 @@ async def test_one_engine_that_is_named_and_lost_is_not_replaced_by_another() ->
     rig = Rig(held_out=held_out(), engines=[FakeEngine(), FakeEngine()])
     await rig.engines[1].shutdown()
     with pytest.raises(EngineLostError):
-        await rig.rollouter.evaluate(0, "engine 1")
+        await rig.rollouter.evaluate(0, EngineId(1))
     assert rig.engines[0].requests == []
 
 
@@ -190,14 +190,14 @@ async def test_an_engine_that_dies_hands_its_prompts_to_the_others() -> None:
     await asyncio.sleep(0.015)
     await rig.engines[0].shutdown()
     assert (await evaluation).score == 4.0
-    assert await rig.rollouter.lost_engines() == {"engine 0": "fake engine: it was shut down"}
+    assert await rig.rollouter.lost_engines() == {EngineId(0): "fake engine: it was shut down"}
 
 
 async def test_a_prompt_that_may_crash_its_engine_is_generated_while_nothing_else_is_in_flight() -> None:
-    pool = EnginePool([engine := FakeEngine()])
+    pool = EnginePool({EngineId(0): (engine := FakeEngine())})
     evaluator = Evaluator(run_config(), held_out(1), pool, LengthReward(), decode)
-    for name in ("engine 7", "engine 8"):
-        evaluator.crashes.crashed(0, name)
+    for engine_id in (EngineId(7), EngineId(8)):
+        evaluator.crashes.crashed(0, engine_id)
     with pool.lease():
         evaluation = asyncio.create_task(evaluator.evaluate(0))
         await asyncio.sleep(1.0)
@@ -209,10 +209,10 @@ async def test_a_prompt_that_may_crash_its_engine_is_generated_while_nothing_els
 async def test_an_evaluation_without_engines_waits_for_the_next_one_and_not_for_ever() -> None:
     rig = Rig(run_config(rollout={"start_timeout_s": 0.2}), held_out=held_out())
     await rig.engines[0].shutdown()
-    with pytest.raises(EngineError, match=r"all engines are lost, and no other has come within 0\.2 s"):
+    with pytest.raises(EngineError, match=r"all engines are lost, and no other one has joined within 0\.2 s"):
         await rig.rollouter.evaluate(0)
     evaluation = asyncio.create_task(rig.rollouter.evaluate(0))
-    await rig.rollouter.add_engine("engine 1", FakeEngine())
+    await rig.rollouter.add_engine(EngineId(1), FakeEngine())
     assert (await evaluation).score == 4.0
 
 

@@ -19,20 +19,13 @@ from rollout_rig import held_out
 from tidemill.errors import EngineError, EngineLostError, RunError, StoreError
 from tidemill.fakes import Fault
 from tidemill.protocols import Evaluation, PauseMode, WeightUpdate
-from tidemill.records import Prompt
-from tidemill.rollout import fleet as fleet_module
+from tidemill.records import EngineId, Prompt
 from tidemill.rollout.elasticity import VERSIONS, Elasticity
 from tidemill.rollout.failures import LOSSES, LOSSES_WITHIN_S, CrashLoop, CrashQuarantine
 from tidemill.rollout.group_request import GroupRequest
 from tidemill.rollout.ledger import Ledger
 
 pytestmark = pytest.mark.own_time
-
-
-@pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005)):
-        monkeypatch.setattr(fleet_module, name, seconds)
 
 
 async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_and_no_group_is_lost(
@@ -51,8 +44,8 @@ async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_an
 
     await crew.run(8, die)
     [replacement] = crew.started
-    assert replacement.name == "engine 2"
-    assert [member.name for member in crew.fleet.members] == ["engine 1", "engine 2"]
+    assert replacement.id == EngineId(2)
+    assert [member.id.number for member in crew.fleet.members] == [1, 2]
     assert replacement.adopted[0] >= 2 and replacement.adopted[-1] == 8
     assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
     assert crew.rig.ledger.counts()["dropped/engine_lost"] > 0
@@ -69,19 +62,19 @@ async def test_when_the_last_engine_dies_the_trainer_waits_for_the_next_one(tmp_
             await crew.members[0].shutdown()
 
     await crew.run(5, die)
-    assert [member.name for member in crew.fleet.members] == ["engine 1"]
+    assert [member.id.number for member in crew.fleet.members] == [1]
     assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 5 * 4
 
 
 async def test_generation_goes_on_with_the_rest_while_the_next_engine_has_no_place(tmp_path: Path) -> None:
     place = asyncio.Event()
-    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=place))
+    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=place))
 
     async def die(step: int) -> None:
         if step == 1:
             await crew.members[0].shutdown()
         if step == 4:
-            assert [member.name for member in crew.fleet.members] == ["engine 1"]
+            assert [member.id.number for member in crew.fleet.members] == [1]
             place.set()
             await until(lambda: len(crew.fleet.members) == 2)
 
@@ -91,7 +84,7 @@ async def test_generation_goes_on_with_the_rest_while_the_next_engine_has_no_pla
 
 async def test_an_engine_that_never_finds_a_place_ends_the_run_only_if_it_is_the_last(tmp_path: Path) -> None:
     never = asyncio.Event()
-    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=never), start_timeout_s=0.05)
+    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=never), start_timeout_s=0.05)
 
     async def die(step: int) -> None:
         if step == 1:
@@ -101,13 +94,13 @@ async def test_an_engine_that_never_finds_a_place_ends_the_run_only_if_it_is_the
         if step == 3:
             await crew.members[1].shutdown()
 
-    with pytest.raises(RunError, match=r"found no place within 0\.05 s .*no other engine is left"):
+    with pytest.raises(RunError, match=r"was not placed and loaded within 0\.05 s .*no other engine is left"):
         await crew.run(5, die)
 
 
 async def test_engines_that_die_for_ever_end_the_run_with_their_error(tmp_path: Path) -> None:
     broken = EngineError("vLLM could not start: no such kernel")
-    crew = Crew(tmp_path, start=lambda number: FakeMember(number, fails=broken))
+    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, fails=broken))
 
     async def die(step: int) -> None:
         if step == 1:
@@ -123,15 +116,15 @@ async def test_engines_that_die_for_ever_end_the_run_with_their_error(tmp_path: 
 
 async def test_a_store_that_is_away_for_a_moment_costs_another_attempt(tmp_path: Path) -> None:
     away = iter([StoreError("no answer")])
-    crew = Crew(tmp_path, start=lambda number: FakeMember(number, fails=next(away, None)))
+    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, fails=next(away, None)))
 
     async def die(step: int) -> None:
         if step == 1:
             await crew.members[0].shutdown()
-            await until(lambda: [member.name for member in crew.fleet.members] == ["engine 1", "engine 3"])
+            await until(lambda: [member.id.number for member in crew.fleet.members] == [1, 3])
 
     await crew.run(3, die)
-    assert [member.name for member in crew.started] == ["engine 2", "engine 3"]
+    assert [member.id.number for member in crew.started] == [2, 3]
 
 
 async def test_an_engine_that_is_stuck_is_found_by_the_probe_and_ended_and_asked_nothing_more(
@@ -142,7 +135,7 @@ async def test_an_engine_that_is_stuck_is_found_by_the_probe_and_ended_and_asked
     async def hang(step: int) -> None:
         if step == 1:
             crew.members[0].hangs.set()
-            await until(lambda: [m.name for m in crew.fleet.members] == ["engine 1", "engine 2"])
+            await until(lambda: [m.id.number for m in crew.fleet.members] == [1, 2])
 
     await crew.run(3, hang)
     assert crew.members[0].ended
@@ -159,7 +152,7 @@ async def test_an_engine_that_is_lost_in_a_publication_is_replaced(tmp_path: Pat
         if step == 1:
             crew.members[0].update_weights = stuck  # type: ignore[method-assign]
         if step == 2:
-            await until(lambda: [m.name for m in crew.fleet.members] == ["engine 1", "engine 2"])
+            await until(lambda: [m.id.number for m in crew.fleet.members] == [1, 2])
 
     await crew.run(3, hang)
     assert crew.members[0].ended
@@ -171,7 +164,7 @@ async def test_an_engine_that_only_the_rollouter_cannot_reach_is_replaced(tmp_pa
 
     async def away(step: int) -> None:
         if step == 1:
-            crew.rig.rollouter._engines._seats["engine 0"].lost = "its connection is lost"
+            crew.rig.rollouter._engines._engines[EngineId(0)].lost = "its connection is lost"
             await until(lambda: bool(crew.started) and len(crew.fleet.members) == 2)
 
     await crew.run(3, away)
@@ -180,7 +173,7 @@ async def test_an_engine_that_only_the_rollouter_cannot_reach_is_replaced(tmp_pa
 
 async def test_nothing_is_left_of_an_engine_that_starts_when_the_run_ends(tmp_path: Path) -> None:
     never = asyncio.Event()
-    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=never))
+    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=never))
 
     async def die(step: int) -> None:
         if step == 1:
@@ -197,7 +190,7 @@ async def test_an_engine_that_is_being_removed_is_ended_whatever_happens(
 ) -> None:
     crew, asked = Crew(tmp_path), asyncio.Event()
 
-    async def remove(name: str, reason: str, patience_s: float = 0.0) -> int:
+    async def remove(engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
         asked.set()
         if end == "the rollouter dies":
             raise RunError("the rollouter died")
@@ -215,10 +208,10 @@ async def test_an_engine_that_is_being_removed_is_ended_whatever_happens(
 def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
     now = 0.0
     loop = CrashLoop(lambda: now)
-    assert [loop.lost("a", finished) for finished in (7, 0, 0, 1, 0, 0, 0)] == [0, 1, 2, 0, 1, 2, LOSSES]
-    assert loop.lost("b", 0) == 1
+    assert [loop.lost(EngineId(0), finished) for finished in (7, 0, 0, 1, 0, 0, 0)] == [0, 1, 2, 0, 1, 2, LOSSES]
+    assert loop.lost(EngineId(1), 0) == 1
     now = LOSSES_WITHIN_S + 1
-    assert loop.lost("a", 0) == 1
+    assert loop.lost(EngineId(0), 0) == 1
 
 
 def mortals(tmp_path: Path, engines: int, deadly: Collection[int | str], prompts: int = 8, **options: Any) -> Crew:
@@ -304,7 +297,7 @@ async def test_a_spare_engine_that_dies_of_a_prompt_costs_few_scores_and_not_all
             outcomes.append((await crew.rig.rollouter.evaluate(version, engine)).skipped)
         except EngineLostError:
             outcomes.append(None)
-            await until(lambda: engine not in {member.name for member in crew.fleet.members})
+            await until(lambda: engine not in {member.id for member in crew.fleet.members})
         await crew.fleet.take_back(engine)
         await until(lambda: len(crew.fleet.members) == 2)
 
@@ -339,7 +332,7 @@ def test_only_the_deadly_prompt_is_quarantined_whatever_runs_beside_it(
         died = accident in in_flight and not any(ledger.crashes(uid) for uid in in_flight)
         accident = None if died else accident
         if died or deadly & set(in_flight):
-            assert {uid for uid in in_flight if crashes.crashed(uid, "engine")} <= deadly
+            assert {uid for uid in in_flight if crashes.crashed(uid, EngineId(0))} <= deadly
             in_flight.clear()
     assert set(ledger.quarantined) == deadly
     assert ledger.trained_count == 40 - len(deadly)
@@ -367,7 +360,7 @@ async def test_an_engine_is_added_while_the_trainer_waits_and_retired_while_gene
             for _ in range(VERSIONS):
                 crew.fleet.measured(AHEAD)
             await until(lambda: crew.started[0].ended)
-            assert [member.name for member in crew.fleet.members] == ["engine 0"]
+            assert [member.id.number for member in crew.fleet.members] == [0]
             assert crew.rig.rollouter._admission.policy.max_concurrent == 16
 
     await crew.run(8, load)
@@ -384,12 +377,13 @@ async def test_an_engine_that_was_set_aside_catches_up_in_the_way_of_the_run_and
         for version in range(2):
             await crew.fleet.publish(version, "wait")
         aside = await crew.fleet.set_aside()
+        assert aside is not None
         await crew.fleet.publish(2, "wait")
-        [spare] = [member for member in crew.members if member.name == aside]
+        [spare] = [member for member in crew.members if member.id == aside]
         assert spare.adopted == [0, 1]
         for _ in range(VERSIONS):
             crew.fleet.measured(WAITING)
-        await crew.fleet.take_back(str(aside))
+        await crew.fleet.take_back(aside)
         await crew.fleet.publish(3, "wait")
         assert (spare.adopted, spare.modes) == ([0, 1, 2, 3], ["wait"] * 4)
         assert not crew.started
@@ -407,11 +401,11 @@ async def test_an_engine_that_was_set_aside_and_cannot_catch_up_is_replaced(tmp_
 
     async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
         await crew.fleet.publish(0, "keep")
-        assert await crew.fleet.set_aside() == "engine 1"
+        assert await crew.fleet.set_aside() == EngineId(1)
         crew.members[1].update_weights = fail  # type: ignore[method-assign]
         await crew.fleet.publish(1, "keep")
-        await crew.fleet.take_back("engine 1")
-        await until(lambda: [member.name for member in crew.fleet.members] == ["engine 0", "engine 2"])
+        await crew.fleet.take_back(EngineId(1))
+        await until(lambda: [member.id.number for member in crew.fleet.members] == [0, 2])
     assert (crew.members[1].ended, crew.started[0].adopted) == (True, [1])
 
 
@@ -434,7 +428,7 @@ async def test_an_engine_that_is_retired_finishes_what_it_has_and_what_takes_too
 
 async def test_nothing_is_added_or_retired_while_an_engine_is_being_replaced(tmp_path: Path) -> None:
     place = asyncio.Event()
-    crew = Crew(tmp_path, start=lambda number: FakeMember(number, pending=place), elasticity=Elasticity(1, 4))
+    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=place), elasticity=Elasticity(1, 4))
 
     async def load(step: int) -> None:
         if step == 1:
@@ -453,7 +447,7 @@ async def test_growth_that_finds_no_room_is_given_up_and_the_run_goes_on(tmp_pat
     never = asyncio.Event()
     crew = Crew(
         tmp_path,
-        start=lambda number: FakeMember(number, pending=never),
+        start=lambda engine_id: FakeMember(engine_id, pending=never),
         start_timeout_s=0.02,
         elasticity=Elasticity(2, 4),
     )
@@ -462,7 +456,7 @@ async def test_growth_that_finds_no_room_is_given_up_and_the_run_goes_on(tmp_pat
         if step == 1:
             for _ in range(VERSIONS):
                 crew.fleet.measured(WAITING)
-            await until(lambda: any("found no place" in notice for notice in crew.notices))
+            await until(lambda: any("was not placed and loaded" in notice for notice in crew.notices))
             assert crew.started[0].ended
 
     await crew.run(3, load)

@@ -18,7 +18,6 @@ from tidemill.errors import EngineError, EngineLostError, SyncError
 from tidemill.observe.meters import Timings
 from tidemill.protocols import Evaluation, Loads, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Group, Int32Array
-from tidemill.rollout import fleet as fleet_module
 from tidemill.rollout.elasticity import VERSIONS, Elasticity
 from tidemill.task_group import task_group
 from tidemill.train.batch import MicroBatch
@@ -31,13 +30,6 @@ DEADLINE_S = 200.0
 STEPS = 25
 WAITING = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.5, "idle/rollouter": 0.0}
 AHEAD = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.0, "idle/rollouter": 0.9}
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fleet that looks often, and never gives a place up."""
-    for name, value in (("PROBE_S", 0.005), ("PROBE_TIMEOUT_S", 0.1), ("RETRY_S", 0.005), ("LOSSES", 1000)):
-        monkeypatch.setattr(fleet_module, name, value)
 
 
 class Unsteady(FakeMember):
@@ -57,7 +49,7 @@ class Unsteady(FakeMember):
         if request_id.startswith("evaluation"):
             await self.pause(0, 0.01, 0.05)
         if self._dead:
-            raise EngineLostError(f"{self.name} is dead")
+            raise EngineLostError(f"{self.id} is dead")
         return await super().generate(request_id, prompt_ids, sampling)
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
@@ -127,7 +119,7 @@ async def test_whatever_becomes_of_engines_no_group_is_lost_or_too_old_and_none_
     draw = random.Random(f"{mode} {strategy} {seed}")
     options = {"trainer": {"steps": STEPS}, "asynchrony": {"staleness_strategy": strategy, "max_staleness": 2}}
     made = type("Drawn", (Unsteady,), {"draw": draw})
-    crew = Crew(tmp_path, start=made, options=options, held_out=held_out(8), elasticity=Elasticity(1, 4))
+    crew = Crew(tmp_path, start=made, options=options, held_out=held_out(8), elasticity=Elasticity(1, 4), losses=1000)
     for member in crew.members:
         member.__class__ = made
     troubled = Troubled(crew, mode, draw)
@@ -200,6 +192,7 @@ class Lesson:
             options=self.options,
             held_out=held_out(4),
             elasticity=Elasticity(1, 4),
+            losses=1000,
             export=self.export,
             score=self.score,
             rows=ROWS,

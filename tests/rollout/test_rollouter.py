@@ -14,7 +14,7 @@ from rollout_rig import BROKEN, LengthReward, Rig, run_config
 from tidemill.errors import DataError, EngineCrashedError, EngineError, RewardError, RewardTimeoutError, RunError
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling, WeightUpdate
-from tidemill.records import Completion, Int32Array, Prompt
+from tidemill.records import Completion, EngineId, Int32Array, Prompt
 from tidemill.rollout.group_request import Timeouts
 from tidemill.rollout.rewards import Response
 
@@ -376,7 +376,7 @@ async def test_all_that_an_engine_had_when_it_died_is_suspect_also_what_says_so_
     await settle(lambda: len(engine.requests) == 8)
     engine.death.set()
     await settle(lambda: bool(rig.rollouter._engines.lost()))
-    await rig.rollouter.remove_engine("engine 0", "engine_lost")
+    await rig.rollouter.remove_engine(EngineId(0), "engine_lost")
     asked = [int(name.partition(".")[0]) for name, _ in engine.requests]
     assert [rig.ledger.crashes(uid) for uid in asked] == [1] * len(asked)
     run.cancel()
@@ -388,7 +388,7 @@ async def test_an_engine_that_is_retired_gets_nothing_more_and_its_groups_are_tr
     rig = Rig(config, engines=[leaving, staying])
     run = asyncio.create_task(rig.rollouter.run())
     await settle(lambda: bool(leaving.requests))
-    retired = asyncio.create_task(rig.rollouter.remove_engine("engine 0", "engine_retired", 5.0))
+    retired = asyncio.create_task(rig.rollouter.remove_engine(EngineId(0), "engine_retired", 5.0))
     await asyncio.sleep(0)
     asked = len(leaving.requests)
     assert await rig.train() == 5

@@ -1,4 +1,4 @@
-"""Scores outside of a run, where an engine that dies has nobody but the relay to replace it."""
+"""Scores outside of a run, which replace their engine when it dies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rollout_rig import LengthReward, decode, held_out, run_config
 
 from tidemill.errors import EngineError
 from tidemill.protocols import Evaluation
+from tidemill.records import EngineId
 from tidemill.rollout.evaluator import Evaluator
-from tidemill.rollout.single_engine import Relay
+from tidemill.rollout.single_engine import SingleEngine
 
 pytestmark = pytest.mark.own_time
 
@@ -29,19 +30,19 @@ class Bench:
         return self.made[-1]
 
     async def score(self) -> Evaluation:
-        relay = Relay(self.make)
-        await relay.start()
-        evaluator = Evaluator(run_config(), held_out(), relay.pool, LengthReward(), decode)
+        engine = SingleEngine(self.make)
+        await engine.start()
+        evaluator = Evaluator(run_config(), held_out(), engine.pool, LengthReward(), decode)
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await relay.during(evaluator.evaluate(0), evaluator.crashes.take_quarantined)
+                return await engine.during(evaluator.evaluate(0), evaluator.crashes.take_quarantined)
         finally:
-            await relay.end()
+            await engine.end()
 
 
 class Runner(Mortal):
     def __init__(self, bench: Bench, number: int) -> None:
-        super().__init__(number, EngineError("no memory") if number >= bench.last else None)
+        super().__init__(EngineId(number), EngineError("no memory") if number >= bench.last else None)
         self.deadly, self.shut = bench.deadly, 0
 
     async def shutdown(self) -> None:

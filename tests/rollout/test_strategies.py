@@ -14,7 +14,7 @@ from rollout_rig import Rig, run_config
 
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Delivery
-from tidemill.records import Int32Array
+from tidemill.records import EngineId, Int32Array
 from tidemill.rollout.group_request import TIMEOUTS, Timeouts
 from tidemill.rollout.staleness import StalenessPolicy
 
@@ -143,9 +143,9 @@ async def test_mask_cancels_what_an_engine_without_newer_versions_has_once_all_o
     if fate != "stays":
         rig.engines.remove(stuck)  # which publications pass by
     if fate == "set aside":
-        await rig.rollouter.set_engine_aside("engine 1")
+        await rig.rollouter.set_engine_aside(EngineId(1))
     if fate == "retired":
-        leaving = asyncio.create_task(rig.rollouter.remove_engine("engine 1", "engine_retired", 800.0))
+        leaving = asyncio.create_task(rig.rollouter.remove_engine(EngineId(1), "engine_retired", 800.0))
         await asyncio.sleep(0.01)
     for _ in range(2):
         await rig.train_step()
@@ -153,16 +153,16 @@ async def test_mask_cancels_what_an_engine_without_newer_versions_has_once_all_o
     assert dropped == [0, 0 if fate == "stays" else held]
     async with asyncio.timeout(5):
         await leaving
-    assert set(rig.rollouter._fixed_versions) == ({"engine 1"} if fate == "set aside" else set())
+    assert set(rig.rollouter._fixed_versions) == ({EngineId(1)} if fate == "set aside" else set())
     await rig.rollouter.stop()
     await run
 
 
 async def test_mask_cancels_nothing_of_an_engine_that_was_taken_back() -> None:
     rig, _, run = await stuck_rig()
-    await rig.rollouter.set_engine_aside("engine 1")
+    await rig.rollouter.set_engine_aside(EngineId(1))
     await rig.train_step()
-    await rig.rollouter.take_engine_back("engine 1")
+    await rig.rollouter.take_engine_back(EngineId(1))
     await rig.train_step()
     assert "dropped/stale" not in rig.ledger.counts()
     await rig.rollouter.stop()

@@ -15,6 +15,7 @@ from rollout_rig import CharTokenizer
 from tidemill.config.data import DataConfig
 from tidemill.observe.meters import Timings
 from tidemill.protocols import Evaluation, Loads
+from tidemill.records import EngineId
 from tidemill.rollout.prompts import PromptSet
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
@@ -209,7 +210,7 @@ async def test_versions_pass_a_spare_engine_by_and_it_catches_up(tmp_path: Path)
     assert len(evaluated) == 3 * len(ROWS)
     assert not any(name.startswith("evaluation") for name, _ in other.requests)
     assert any("." in name and not name.startswith("evaluation") for name, _ in spare.requests)
-    assert school.crew.rig.rollouter._engines._open()[-1].name == "engine 1"
+    assert school.crew.rig.rollouter._engines._open()[-1].id == EngineId(1)
 
 
 @pytest.mark.parametrize("mode", ["concurrent", "spare"])
@@ -268,8 +269,8 @@ async def test_where_one_engine_is_left_a_sync_waits_for_the_score(tmp_path: Pat
 
     async def die() -> None:
         school.crew.fleet._start = lambda number: None  # type: ignore[assignment,return-value]
-        school.crew.fleet._forget("engine 1", school.crew.members[1])
-        await school.crew.rig.rollouter.remove_engine("engine 1", "engine_lost")
+        school.crew.fleet._forget(EngineId(1), school.crew.members[1])
+        await school.crew.rig.rollouter.remove_engine(EngineId(1), "engine_lost")
 
     school.hooks = {1: die}
     await school.run()

@@ -17,7 +17,7 @@ from tidemill.errors import RunError
 from tidemill.observe.meters import Timings
 from tidemill.observe.metrics import MetricsAggregator
 from tidemill.protocols import Evaluation, Loads, PauseMode, WeightUpdate
-from tidemill.records import Completion, Group, Prompt, Rollout, VersionSpan
+from tidemill.records import Completion, EngineId, Group, Prompt, Rollout, VersionSpan
 from tidemill.rollout.group_request import make_group
 from tidemill.train.batch import MicroBatch
 from tidemill.train.trainer import Metrics, Position, Trainer
@@ -116,7 +116,7 @@ async def test_what_trainer_and_engines_did_is_reported_after_every_step() -> No
     assert all({"get_groups", "update_actor", "sync", "step"} <= set(names) for _, names, _ in activities)
     assert all("adopt" in names for _, names, _ in activities[1:])
     seen = {engine for _, _, loads in activities for engine in loads}
-    assert seen == {f"engine {index}" for index in range(len(rig.engines))}
+    assert seen == {EngineId(index) for index in range(len(rig.engines))}
 
 
 async def test_weights_are_synced_every_trigger_steps() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from sync_rig import SyncRig
 
 from tidemill.config.asynchrony import SyncConfig
 from tidemill.errors import ChainError, EngineError, StoreError, StoreRefusedError, SyncError, is_retryable
@@ -278,7 +279,7 @@ class Receiving(FakeEngine):
         await super().update_weights(update, mode)
 
 
-def synchronizer(rig: Rig, *engines: FakeEngine) -> Synchronizer:
+def synced(rig: Rig, *engines: FakeEngine) -> SyncRig:
     async def write() -> None:
         """Its weights are made when they are uploaded."""
 
@@ -291,12 +292,13 @@ def synchronizer(rig: Rig, *engines: FakeEngine) -> Synchronizer:
     async def score(tokens: Any) -> Any:
         return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
 
-    return Synchronizer(engines, SyncConfig(), StoreOutbox(write, upload, republish, rig.store, PREFIX), score, CANARY)
+    outbox = StoreOutbox(write, upload, republish, rig.store, PREFIX)
+    return SyncRig(Synchronizer(SyncConfig(), outbox, score, CANARY), *engines)
 
 
 async def test_engines_on_two_hosts_adopt_every_version(rig: Rig) -> None:
     engines = [Receiving(rig.receiver(name)) for name in ("here", "here", "there")]
-    publisher = synchronizer(rig, *engines)
+    publisher = synced(rig, *engines)
     for serial, version in enumerate((0, 1, 3, 9), start=1):
         metrics = await publisher.publish(version, "keep")
         assert [engine.loaded for engine in engines] == 3 * [rig.files[version]]
@@ -309,21 +311,21 @@ async def test_engines_on_two_hosts_adopt_every_version(rig: Rig) -> None:
 
 
 async def test_an_engine_that_joins_late_adopts_the_newest_version(rig: Rig) -> None:
-    publisher = synchronizer(rig, Receiving(rig.receiver()))
+    publisher = synced(rig, Receiving(rig.receiver()))
     for version in range(3):
         await publisher.publish(version, "keep")
     late = Receiving(rig.receiver("late"))
-    await publisher.late_join("late", late)
+    await publisher.join(9, late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
 
 
 async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    publisher = synchronizer(rig, Receiving(rig.receiver()))
+    publisher = synced(rig, Receiving(rig.receiver()))
     for version in range(3):
         await publisher.publish(version, "keep")
     rig.store.delete_prefix(place_of(rig, 2).key)
     late = Receiving(rig.receiver("late"))
-    await publisher.late_join("late", late)
+    await publisher.join(9, late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
     assert "publishing version 2 as a snapshot" in caplog.text
     await publisher.publish(3, "keep")
@@ -331,7 +333,7 @@ async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.L
 
 
 async def test_a_store_that_fails_is_an_error_of_the_version(rig: Rig) -> None:
-    publisher = synchronizer(rig, Receiving(rig.receiver()))
+    publisher = synced(rig, Receiving(rig.receiver()))
     await publisher.publish(0, "keep")
     rig.store = Crashing(rig.store.client, rig.store.endpoint, rig.store.bucket)
     with pytest.raises(StoreError, match=r"version 1 could not be published .* the machine went down"):
@@ -404,7 +406,7 @@ class Away(ObjectStore):
 async def test_a_store_that_is_away_for_an_engine_costs_it_no_base_and_the_version_another_try(rig: Rig) -> None:
     away = Away(rig.store)
     engine = Receiving(rig.receiver(store=away))
-    publisher = synchronizer(rig, engine, Receiving(rig.receiver("there")))
+    publisher = synced(rig, engine, Receiving(rig.receiver("there")))
     await publisher.publish(0, "keep")
     away.errors = [StoreError("no answer")]
     metrics = await publisher.publish(1, "keep")
@@ -418,7 +420,7 @@ async def test_a_store_that_stays_away_for_an_engine_is_no_harm_to_the_weights(
     """Another attempt at the run may mend it, unless it is the keys; so may another engine in place of a late one."""
     away = Away(rig.store)
     receiver = rig.receiver(store=away)
-    publisher = synchronizer(rig, Receiving(receiver))
+    publisher = synced(rig, Receiving(receiver))
     await publisher.publish(0, "keep")
     away.errors = [error] * 100
     with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 1: engine 0: no") as caught:
@@ -427,8 +429,8 @@ async def test_a_store_that_stays_away_for_an_engine_is_no_harm_to_the_weights(
     assert is_retryable(caught.value) == retryable
     assert receiver.path(place_of(rig, 1)).exists()
     late = Receiving(rig.receiver("late", store=Away(rig.store, *[error] * 100)))
-    with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 0 late: late: no"):
-        await publisher.late_join("late", late)
+    with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 0 late: engine 9: no"):
+        await publisher.join(9, late)
 
 
 async def test_keys_that_are_refused_stay_that_where_a_version_is_published(rig: Rig) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sync_rig import SyncRig
 
 from tidemill.config.asynchrony import SyncConfig
 from tidemill.errors import RETRYABLE, ChainError, EngineError, EngineLostError, RunError, StoreError, SyncError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
+from tidemill.records import EngineId
 from tidemill.weights.outbox import MemoryOutbox, Publication
 from tidemill.weights.synchronizer import Synchronizer
 
@@ -76,29 +78,29 @@ async def uniform(tokens: Any) -> Any:
     return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
 
 
-def synchronizer(tmp_path: Path, *engines: FakeEngine, score: Any = uniform, **options: Any) -> Synchronizer:
+def rig(tmp_path: Path, *engines: FakeEngine, score: Any = uniform, **options: Any) -> SyncRig:
     expected = options.pop("expected_nbytes", 0)
     outbox = MemoryOutbox(tmp_path / "shm", export, expected)
-    return Synchronizer(engines, SyncConfig(**options), outbox, score, CANARY)
+    return SyncRig(Synchronizer(SyncConfig(**options), outbox, score, CANARY), *engines)
 
 
 async def test_every_engine_adopts_the_version(tmp_path: Path) -> None:
     engines = FakeEngine(), FakeEngine()
-    metrics = await synchronizer(tmp_path, *engines).publish(3, "keep")
+    metrics = await rig(tmp_path, *engines).publish(3, "keep")
     assert [await engine.version() for engine in engines] == [3, 3]
     assert metrics["sync/canary_gap"] == 0.0
     assert {"time/sync_export", "time/sync_adopt", "time/sync_canary"} <= metrics.keys()
 
 
 async def test_the_newest_file_is_kept_and_one_to_write_again(tmp_path: Path) -> None:
-    publisher = synchronizer(tmp_path, FakeEngine())
+    publisher = rig(tmp_path, FakeEngine())
     for version in (1, 2, 5, 6):
         await publisher.publish(version, "keep")
     assert {path.name for path in (tmp_path / "shm").iterdir()} == {"v6.safetensors", "spare.safetensors"}
 
 
 async def test_the_same_version_can_be_published_again(tmp_path: Path) -> None:
-    publisher = synchronizer(tmp_path, FakeEngine())
+    publisher = rig(tmp_path, FakeEngine())
     await publisher.publish(0, "keep")
     await publisher.publish(0, "keep")
     assert (tmp_path / "shm" / "v0.safetensors").exists()
@@ -106,27 +108,26 @@ async def test_the_same_version_can_be_published_again(tmp_path: Path) -> None:
 
 async def test_a_refusing_engine_is_named_with_its_cause(tmp_path: Path) -> None:
     with pytest.raises(SyncError, match=r"1 of 2 engines did not adopt version 1: engine 1: wrong file"):
-        await synchronizer(tmp_path, FakeEngine(), Refusing()).publish(1, "keep")
+        await rig(tmp_path, FakeEngine(), Refusing()).publish(1, "keep")
 
 
 async def test_an_engine_that_dies_or_is_stuck_is_left_out_and_the_others_adopt(tmp_path: Path) -> None:
     alive, dead = FakeEngine(), FakeEngine()
     await dead.shutdown()
-    publisher = synchronizer(tmp_path, dead, alive, Stuck(), timeout_s=0.05)
+    publisher = rig(tmp_path, dead, alive, Stuck(), timeout_s=0.05)
     await publisher.publish(1, "keep")
     assert await alive.version() == 1
-    lost = {name: str(error) for name, error in publisher.take_lost().items()}
     stuck = "could not adopt version 1 within sync.timeout_s = 0.05 s"
-    assert lost == {"engine 0": "fake engine: it was shut down", "engine 2": stuck}
+    assert publisher.lost == {EngineId(0): "fake engine: it was shut down", EngineId(2): stuck}
     await publisher.publish(2, "keep")
-    assert (await alive.version(), publisher.take_lost()) == (2, {})
+    assert (await alive.version(), publisher.lost) == (2, {})
 
 
 async def test_a_death_hides_no_refusal(tmp_path: Path) -> None:
     dead = FakeEngine()
     await dead.shutdown()
     with pytest.raises(SyncError, match="1 of 2 engines did not adopt version 1: engine 1: wrong file"):
-        await synchronizer(tmp_path, dead, Refusing()).publish(1, "keep")
+        await rig(tmp_path, dead, Refusing()).publish(1, "keep")
 
 
 async def test_an_engine_that_joins_after_all_have_died_is_compared_with_the_weights_of_its_version(
@@ -138,22 +139,22 @@ async def test_an_engine_that_joins_after_all_have_died_is_compared_with_the_wei
         return await uniform(tokens) - np.float32(0.5 * learned)
 
     dead, late = FakeEngine(), FakeEngine()
-    publisher = synchronizer(tmp_path, dead, score=score)
+    publisher = rig(tmp_path, dead, score=score)
     await dead.shutdown()
     await publisher.publish(3, "keep")
     learned = True  # the trainer has gone on
-    await publisher.late_join("engine 1", late)
+    await publisher.join(1, late)
     assert await late.version() == 3
 
 
 async def test_an_engine_that_dies_while_it_joins_has_not_joined(tmp_path: Path) -> None:
-    publisher, late = synchronizer(tmp_path, FakeEngine()), FakeEngine()
+    publisher, late = rig(tmp_path, FakeEngine()), FakeEngine()
     await publisher.publish(3, "keep")
     await late.shutdown()
     with pytest.raises(EngineLostError):
-        await publisher.late_join("engine 1", late)
+        await publisher.join(1, late)
     await publisher.publish(4, "keep")
-    assert publisher.take_lost() == {}
+    assert publisher.lost == {}
 
 
 async def test_a_stuck_trainer_ends_at_the_deadline(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ async def test_a_stuck_trainer_ends_at_the_deadline(tmp_path: Path) -> None:
         await asyncio.sleep(60)
 
     with pytest.raises(RunError, match=r"the trainer could not score the canary within sync\.timeout_s = 0\.05 s"):
-        await synchronizer(tmp_path, FakeEngine(), score=stuck, timeout_s=0.05).publish(1, "keep")
+        await rig(tmp_path, FakeEngine(), score=stuck, timeout_s=0.05).publish(1, "keep")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ async def test_a_stuck_trainer_ends_at_the_deadline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [SyncError("wrong file"), ChainError("damaged")])
 async def test_what_another_try_may_mend_stays_what_it_is(tmp_path: Path, death: Exception, other: Exception) -> None:
     with pytest.raises(type(death), match=r"2 of 3 engines did not adopt version 1: .*; engine 1.*") as caught:
-        await synchronizer(tmp_path, Refusing(other), Refusing(death), FakeEngine()).publish(1, "keep")
+        await rig(tmp_path, Refusing(other), Refusing(death), FakeEngine()).publish(1, "keep")
     assert isinstance(caught.value, RETRYABLE)
     assert caught.value.__cause__ is death
     assert "engine 1: engine 1" not in str(caught.value)
@@ -182,7 +183,7 @@ async def test_an_engine_that_dies_while_it_scores_is_named(tmp_path: Path) -> N
             raise EngineError("its core died")
 
     with pytest.raises(EngineError, match="1 of 2 engines did not score the canary: engine 1: its core died"):
-        await synchronizer(tmp_path, FakeEngine(), Dying()).publish(1, "keep")
+        await rig(tmp_path, FakeEngine(), Dying()).publish(1, "keep")
 
 
 async def test_a_gap_above_the_bound_names_engine_gap_and_worst_token(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ async def test_a_gap_above_the_bound_names_engine_gap_and_worst_token(tmp_path: 
     with pytest.raises(
         SyncError, match=r"engine 0 .* 1\.0000 in the mean, allowed is 0\.5.*; token 3 at 3: trainer -9"
     ):
-        await synchronizer(tmp_path, FakeEngine(), score=other).publish(1, "keep")
+        await rig(tmp_path, FakeEngine(), score=other).publish(1, "keep")
 
 
 async def test_nan_does_not_pass_the_canary(tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ async def test_nan_does_not_pass_the_canary(tmp_path: Path) -> None:
         return np.full(len(tokens) - 1, np.nan, dtype=np.float32)
 
     with pytest.raises(SyncError, match="nan in the mean"):
-        await synchronizer(tmp_path, FakeEngine(), score=broken).publish(1, "keep")
+        await rig(tmp_path, FakeEngine(), score=broken).publish(1, "keep")
 
 
 async def test_first_publication_shows_what_rounding_may_cost(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ async def test_first_publication_shows_what_rounding_may_cost(tmp_path: Path) ->
     async def shifted(tokens: Any) -> Any:
         return await uniform(tokens) + np.float32(shift)
 
-    fine, coarse = (synchronizer(tmp_path / name, FakeEngine(), score=shifted) for name in ("fine", "coarse"))
+    fine, coarse = (rig(tmp_path / name, FakeEngine(), score=shifted) for name in ("fine", "coarse"))
     await fine.publish(0, "keep")
     shift = 0.02
     await coarse.publish(0, "keep")
@@ -223,15 +224,15 @@ async def test_first_publication_shows_what_rounding_may_cost(tmp_path: Path) ->
 
 async def test_the_gap_is_that_of_the_widest_engine(tmp_path: Path) -> None:
     engines = Shifted(0.01), Shifted(0.03), Shifted(0.02)
-    metrics = await synchronizer(tmp_path, *engines).publish(1, "keep")
+    metrics = await rig(tmp_path, *engines).publish(1, "keep")
     assert metrics["sync/canary_gap"] == pytest.approx(0.03, abs=1e-6)
 
 
 async def test_an_engine_that_joins_late_is_compared_with_the_trainer_too(tmp_path: Path) -> None:
-    publisher, late = synchronizer(tmp_path, FakeEngine()), Shifted(0.3)
+    publisher, late = rig(tmp_path, FakeEngine()), Shifted(0.3)
     await publisher.publish(4, "keep")
     with pytest.raises(SyncError, match=r"engine 7 computes something else.* 0\.3000 in the mean"):
-        await publisher.late_join("engine 7", late)
+        await publisher.join(7, late)
     await publisher.publish(5, "keep")
     assert await late.version() == 4
 
@@ -242,7 +243,7 @@ async def test_only_the_first_publication_tells_what_rounding_may_cost(tmp_path:
     async def shifted(tokens: Any) -> Any:
         return await uniform(tokens) + np.float32(shift)
 
-    publisher = synchronizer(tmp_path, FakeEngine(), score=shifted)
+    publisher = rig(tmp_path, FakeEngine(), score=shifted)
     for version, shift in enumerate((0.02, 0.0, 0.2)):
         gap = (await publisher.publish(version, "keep"))["sync/canary_gap"]
         assert gap == pytest.approx(shift, abs=1e-6)
@@ -253,10 +254,10 @@ async def test_a_publication_without_engines_tells_nothing_of_rounding(tmp_path:
         return await uniform(tokens) + np.float32(0.02)
 
     dead, late = FakeEngine(), FakeEngine()
-    publisher = synchronizer(tmp_path, dead, score=shifted)
+    publisher = rig(tmp_path, dead, score=shifted)
     await dead.shutdown()
     await publisher.publish(0, "keep")
-    await publisher.late_join("engine 1", late)
+    await publisher.join(1, late)
     assert await late.version() == 0
 
 
@@ -265,19 +266,19 @@ async def test_the_token_that_is_no_number_is_named_first(tmp_path: Path) -> Non
         return np.array([-9.0, -4.1589, np.nan, -4.1589, -8.0], dtype=np.float32)
 
     with pytest.raises(SyncError, match=r"; token 3 at 3: trainer nan, .*token 1 at 1: .*token 5 at 5"):
-        await synchronizer(tmp_path, FakeEngine(), score=broken).publish(1, "keep")
+        await rig(tmp_path, FakeEngine(), score=broken).publish(1, "keep")
 
 
 async def test_no_bound_means_no_canary(tmp_path: Path) -> None:
     async def broken(tokens: Any) -> Any:
         raise AssertionError("scored")
 
-    metrics = await synchronizer(tmp_path, FakeEngine(), score=broken, canary_max_gap=None).publish(1, "keep")
+    metrics = await rig(tmp_path, FakeEngine(), score=broken, canary_max_gap=None).publish(1, "keep")
     assert "sync/canary_gap" not in metrics  # 0 would say that they agree
 
 
 async def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> None:
-    publisher = synchronizer(tmp_path, FakeEngine(), expected_nbytes=1 << 60)
+    publisher = rig(tmp_path, FakeEngine(), expected_nbytes=1 << 60)
     with pytest.raises(SyncError, match=rf"{1 << 60} bytes needed, \d+ free"):
         await publisher.publish(1, "keep")
     assert list((tmp_path / "shm").iterdir()) == []
@@ -287,15 +288,15 @@ async def test_weights_that_turn_out_not_to_fit_are_an_error_that_says_what_to_d
     async def full(path: Path) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    publisher = Synchronizer([FakeEngine()], SyncConfig(), MemoryOutbox(tmp_path / "shm", full), uniform, CANARY)
+    publisher = SyncRig(Synchronizer(SyncConfig(), MemoryOutbox(tmp_path / "shm", full), uniform, CANARY), FakeEngine())
     with pytest.raises(SyncError, match=r"an unknown number of bytes needed, .* enlarge /dev/shm"):
         await publisher.publish(1, "keep")
 
 
 async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_ones(tmp_path: Path) -> None:
-    publisher, late = synchronizer(tmp_path, FakeEngine()), FakeEngine()
+    publisher, late = rig(tmp_path, FakeEngine()), FakeEngine()
     await publisher.publish(4, "keep")
-    await publisher.late_join("engine 1", late)
+    await publisher.join(1, late)
     assert await late.version() == 4
     await publisher.publish(7, "keep")
     assert await late.version() == 7
@@ -303,14 +304,14 @@ async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_o
 
 async def test_an_engine_that_joins_during_a_publication_ends_at_its_version(tmp_path: Path) -> None:
     early, late = Gated(), FakeEngine()
-    publisher = synchronizer(tmp_path, early)
+    publisher = rig(tmp_path, early)
     early.gate.set()
     await publisher.publish(4, "keep")
     early.gate.clear()
     early.asked.clear()
     publication = asyncio.create_task(publisher.publish(7, "keep"))
     await early.asked.wait()
-    joining = asyncio.create_task(publisher.late_join("engine 1", late))
+    joining = asyncio.create_task(publisher.join(1, late))
     await settle()
     early.gate.set()
     await asyncio.gather(publication, joining)
@@ -331,14 +332,14 @@ async def test_the_trainer_may_learn_on_as_soon_as_a_version_is_exported_and_is_
         return await export(path)
 
     outbox = MemoryOutbox(tmp_path / "shm", write)
-    publisher = Synchronizer([engine], SyncConfig(), outbox, score, CANARY)
+    publisher = SyncRig(Synchronizer(SyncConfig(), outbox, score, CANARY), engine)
     publication = asyncio.create_task(publisher.publish(4, "keep", exported.set))
     await exported.wait()
     assert await engine.version() == 0
     await engine.asked.wait()
     engine.gate.set()
     await publication
-    await publisher.late_join("engine 1", FakeEngine())
+    await publisher.join(1, FakeEngine())
     assert asked == [False, False]
 
 
@@ -353,14 +354,14 @@ class Ended(Gated):
 
 async def test_an_engine_that_leaves_in_the_middle_of_an_adoption_does_not_fail_it(tmp_path: Path) -> None:
     stays, leaves = FakeEngine(), Ended()
-    publisher = synchronizer(tmp_path, stays, leaves)
+    publisher = rig(tmp_path, stays, leaves)
     publication = asyncio.create_task(publisher.publish(4, "keep"))
     await leaves.asked.wait()
-    publisher.leave("engine 1")
+    del publisher.engines[EngineId(1)]
     leaves.gate.set()
     await publication
     assert await stays.version() == 4
-    assert publisher.take_lost() == {}
+    assert publisher.lost == {}
 
 
 class Other(FakeEngine):
@@ -371,10 +372,10 @@ class Other(FakeEngine):
 
 
 async def test_an_engine_that_computes_something_else_does_not_join(tmp_path: Path) -> None:
-    publisher, late = synchronizer(tmp_path, FakeEngine()), Other()
+    publisher, late = rig(tmp_path, FakeEngine()), Other()
     await publisher.publish(4, "keep")
     with pytest.raises(SyncError, match="engine 1 computes something else than the trainer"):
-        await publisher.late_join("engine 1", late)
+        await publisher.join(1, late)
     await publisher.publish(5, "keep")
     assert await late.version() == 4
 
@@ -409,7 +410,7 @@ class Slow(Damaged):
 
 async def test_the_trainer_learns_on_while_a_version_is_sent() -> None:
     exported = asyncio.Event()
-    publisher = Synchronizer([FakeEngine()], SyncConfig(), Slow(), uniform, CANARY)
+    publisher = SyncRig(Synchronizer(SyncConfig(), Slow(), uniform, CANARY), FakeEngine())
     publication = asyncio.create_task(publisher.publish(4, "keep", exported.set))
     await exported.wait()
     assert asyncio.get_running_loop().time() < 1.0
@@ -417,7 +418,7 @@ async def test_the_trainer_learns_on_while_a_version_is_sent() -> None:
 
 
 async def test_a_version_that_is_not_sent_in_time_fails_its_publication() -> None:
-    publisher = Synchronizer([FakeEngine()], SyncConfig(timeout_s=0.5), Slow(), uniform, CANARY)
+    publisher = SyncRig(Synchronizer(SyncConfig(timeout_s=0.5), Slow(), uniform, CANARY), FakeEngine())
     late = r"the trainer could not publish version 4 within sync\.timeout_s = 0\.5 s"
     with pytest.raises(RunError, match=late):
         await publisher.publish(4, "keep")
@@ -439,33 +440,35 @@ class Reading(FakeEngine):
 
 async def test_what_one_engine_found_damaged_no_other_that_joins_is_given() -> None:
     early, one, another = Reading(well=True), Reading(), Reading()
-    publisher = Synchronizer([early], SyncConfig(), Damaged(), uniform, CANARY)
+    publisher = SyncRig(Synchronizer(SyncConfig(), Damaged(), uniform, CANARY), early)
     await publisher.publish(4, "keep")
-    await publisher.late_join("engine 1", one)
-    await publisher.late_join("engine 2", another)
+    await publisher.join(1, one)
+    await publisher.join(2, another)
     assert (early.read, one.read, another.read) == (["damaged"], ["damaged", "whole"], ["whole"])
     assert [await engine.version() for engine in (early, one, another)] == [4, 4, 4]
 
 
 async def test_metrics_are_of_what_the_engines_adopted() -> None:
     for well, full in ((True, 0.0), (False, 1.0)):
-        metrics = await Synchronizer([Reading(well=well)], SyncConfig(), Damaged(), uniform, CANARY).publish(4, "keep")
+        metrics = await SyncRig(Synchronizer(SyncConfig(), Damaged(), uniform, CANARY), Reading(well=well)).publish(
+            4, "keep"
+        )
         assert metrics["sync/full"] == full
 
 
 async def test_the_gap_of_an_engine_that_joined_is_told_with_the_next_version(tmp_path: Path) -> None:
-    publisher, late = synchronizer(tmp_path, FakeEngine()), Shifted(0.005)
+    publisher, late = rig(tmp_path, FakeEngine()), Shifted(0.005)
     await publisher.publish(4, "keep")
-    await publisher.late_join("engine 1", late)
+    await publisher.join(1, late)
     late.shift = 0.0
     gaps = [(await publisher.publish(version, "keep"))["sync/canary_gap"] for version in (5, 6)]
     assert gaps == pytest.approx([0.005, 0.0], abs=1e-6)
 
 
 async def test_an_engine_that_joins_when_the_run_ends_is_asked_nothing(tmp_path: Path) -> None:
-    publisher, late = synchronizer(tmp_path, FakeEngine()), Gated()
+    publisher, late = rig(tmp_path, FakeEngine()), Gated()
     await publisher.publish(4, "keep")
-    joining = asyncio.create_task(publisher.late_join("engine 1", late))
+    joining = asyncio.create_task(publisher.join(1, late))
     await asyncio.sleep(0)
     joining.cancel()
     await asyncio.wait([joining])
@@ -475,9 +478,9 @@ async def test_an_engine_that_joins_when_the_run_ends_is_asked_nothing(tmp_path:
 
 async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> None:
     early, late = FakeEngine(), Gated()
-    publisher = synchronizer(tmp_path, early)
+    publisher = rig(tmp_path, early)
     await publisher.publish(4, "keep")
-    joining = asyncio.create_task(publisher.late_join("engine 1", late))
+    joining = asyncio.create_task(publisher.join(1, late))
     await late.asked.wait()
     publication = asyncio.create_task(publisher.publish(7, "keep"))
     await settle()
@@ -489,23 +492,22 @@ async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> N
 
 async def test_an_engine_that_has_left_gets_no_version_any_more(tmp_path: Path) -> None:
     stays, leaves = FakeEngine(), FakeEngine()
-    publisher = synchronizer(tmp_path, stays, leaves)
+    publisher = rig(tmp_path, stays, leaves)
     await publisher.publish(1, "keep")
-    publisher.leave("engine 1")
+    del publisher.engines[EngineId(1)]
     await publisher.publish(2, "keep")
     assert [await engine.version() for engine in (stays, leaves)] == [2, 1]
-    publisher.leave("engine 1")  # it has left already
 
 
 async def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "shm").mkdir()
     (tmp_path / "shm" / "v9.safetensors").write_bytes(b"old weights")
-    await synchronizer(tmp_path, FakeEngine()).publish(1, "keep")
+    await rig(tmp_path, FakeEngine()).publish(1, "keep")
     assert [path.name for path in (tmp_path / "shm").iterdir()] == ["v1.safetensors"]
 
 
 async def test_close_frees_the_memory(tmp_path: Path) -> None:
-    publisher = synchronizer(tmp_path, FakeEngine())
+    publisher = rig(tmp_path, FakeEngine())
     await publisher.publish(1, "keep")
     publisher.close()
     assert not (tmp_path / "shm").exists()
@@ -515,6 +517,6 @@ async def test_an_export_of_another_size_than_announced_is_refused(tmp_path: Pat
     async def cut(path: Path) -> int:
         return path.write_bytes(b"weights") + 1
 
-    publisher = Synchronizer([FakeEngine()], SyncConfig(), MemoryOutbox(tmp_path / "shm", cut), uniform, CANARY)
+    publisher = SyncRig(Synchronizer(SyncConfig(), MemoryOutbox(tmp_path / "shm", cut), uniform, CANARY), FakeEngine())
     with pytest.raises(SyncError, match="announced 8 bytes"):
         await publisher.publish(1, "keep")

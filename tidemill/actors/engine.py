@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
+from tidemill.actors.call import MAX_CALLS, Remote, delegate, forward
 from tidemill.actors.placement import Place, engine_place
 from tidemill.cluster.local import weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.errors import EngineError, EngineLostError, TidemillError
 from tidemill.models.locate import fetch_model_once
-from tidemill.protocols import PauseMode, Sampling, WeightUpdate
-from tidemill.records import Completion, Float32Array, Int32Array
+from tidemill.protocols import Engine, PauseMode, Sampling, WeightUpdate
+from tidemill.records import Completion, EngineId, Int32Array
 from tidemill.store.server import open_store
 from tidemill.weights.receiver import Receiver
 
 ORDERLY_END_S = 30.0
-T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from tidemill.inference.engine import VllmEngine
 
 
+@delegate(Engine)
 class EngineActor:
     """A vLLM engine in a process of its own.
 
@@ -61,32 +61,20 @@ class EngineActor:
         )
         await self.engine.start()
 
-    def started(self) -> VllmEngine:
-        """The engine, once there is one.
+    def target(self) -> VllmEngine:
+        """The engine, once it has started.
 
         Raises:
-            EngineError: there is none yet.
+            EngineError: it has not.
         """
         if self.engine is None:
             raise EngineError("the engine is not started")
         return self.engine
 
-    async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        """See `Engine`."""
-        return await self.started().generate(request_id, prompt_ids, sampling)
-
-    async def score(self, token_ids: Int32Array) -> Float32Array:
-        """See `Engine`."""
-        return await self.started().score(token_ids)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """See `Engine`."""
-        await self.started().abort(request_ids)
-
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        """See `Engine`; generation goes on while the weights are fetched."""
+        """Fetch the weights while generation goes on, then load them."""
         async with self.fetched(update) as local:
-            await self.started().update_weights(local, mode)
+            await self.target().update_weights(local, mode)
 
     @asynccontextmanager
     async def fetched(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
@@ -97,16 +85,8 @@ class EngineActor:
         async with self.receiver.local(update) as local:
             yield local
 
-    async def version(self) -> int:
-        """See `Engine`."""
-        return await self.started().version()
-
-    async def stats(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return await self.started().stats()
-
     async def shutdown(self) -> None:
-        """See `Engine`."""
+        """End the engine, and free the memory of the received weights."""
         if self.engine is not None:
             await self.engine.shutdown()
         if self.receiver is not None:
@@ -123,67 +103,50 @@ def make_receiver(config: RunConfig) -> Receiver:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteEngine:
+class RemoteEngine(Remote):
     """An engine in another process: `rollout.fleet.Member`."""
 
-    name: str
+    id: EngineId
     actor: Any
+    lost = EngineLostError
 
-    async def start(self) -> None:
-        """Wait until the engine has its place and has loaded its model; the caller has the deadline."""
-        await self._answer(self.actor.start.remote(), None)
+    start = forward(EngineActor.start, timeout_s=None)
+    abort = forward(Engine.abort)
+    update_weights = forward(Engine.update_weights, timeout_s=None)
+    score = forward(Engine.score, timeout_s=None)
+    version = forward(Engine.version)
+    stats = forward(Engine.stats)
+    shutdown = forward(Engine.shutdown)
+
+    @property
+    def name(self) -> str:
+        """The actor in messages."""
+        return str(self.id)
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        """See `Engine`. Cancelling the call aborts the request, so deadlines are the caller's."""
+        """Sample; cancelling the call aborts the request, so the caller has the deadline."""
         try:
-            return await self._answer(self.actor.generate.remote(request_id, prompt_ids, sampling), None)
+            return await self.answer(self.actor.generate.remote(request_id, prompt_ids, sampling), None)
         except asyncio.CancelledError:
             self.actor.abort.remote([request_id])
             raise
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """See `Engine`."""
-        await self._answer(self.actor.abort.remote(list(request_ids)))
-
-    async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        """See `Engine`; the synchronizer has the deadline, as for `score`."""
-        await self._answer(self.actor.update_weights.remote(update, mode), None)
-
-    async def score(self, token_ids: Int32Array) -> Float32Array:
-        """See `Engine`."""
-        return await self._answer(self.actor.score.remote(token_ids), None)
-
-    async def version(self) -> int:
-        """See `Engine`."""
-        return await self._answer(self.actor.version.remote())
-
-    async def stats(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return await self._answer(self.actor.stats.remote())
-
-    async def shutdown(self) -> None:
-        """See `Engine`."""
-        await self._answer(self.actor.shutdown.remote())
-
     async def end(self) -> None:
-        """End the process, in order where it still answers."""
+        """End the process; it gets time to free its resources if it still answers."""
         try:
             async with asyncio.timeout(ORDERLY_END_S):
                 await self.shutdown()
         except (TidemillError, TimeoutError) as error:
-            LOG.warning("%s did not end by itself: %r", self.name, error)
+            LOG.warning("%s did not end by itself: %r", self.id, error)
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """End the process at once, also one that has no place yet."""
+        """End the process at once, also one that Ray has not placed yet."""
         ray.kill(self.actor)
 
-    async def _answer(self, reference: Awaitable[T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
-        return await call(self.name, reference, timeout_s, lost=EngineLostError)
 
-
-def start_engine(config: RunConfig, model_path: str | None, index: int) -> RemoteEngine:
+def start_engine(config: RunConfig, model_path: str | None, engine_id: EngineId) -> RemoteEngine:
     """Place one engine; its model loads when `start` of the actor is called."""
     from tidemill.inference.engine import engine_environment
 
@@ -191,8 +154,8 @@ def start_engine(config: RunConfig, model_path: str | None, index: int) -> Remot
     environment = engine_environment(config.rollout, place.gpus)
     if model_path is None:
         del environment["HF_HUB_OFFLINE"]  # the actor goes online for the model, and offline again when it loads it
-    actor = engine_shell(EngineActor, place, environment).remote(config, model_path, index)
-    return RemoteEngine(f"engine {index}", actor)
+    actor = engine_shell(EngineActor, place, environment).remote(config, model_path, engine_id.number)
+    return RemoteEngine(engine_id, actor)
 
 
 def engine_shell(actor: type[EngineActor], place: Place, environment: Mapping[str, str]) -> Any:

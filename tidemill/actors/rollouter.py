@@ -11,13 +11,14 @@ from typing import Any
 
 import ray
 
-from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, call
+from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, Remote, delegate, forward
 from tidemill.actors.engine import RemoteEngine
 from tidemill.actors.placement import service_place
 from tidemill.config.run import RunConfig
 from tidemill.models.locate import Locator, fetch_model_once
-from tidemill.protocols import Engine, Evaluation, Loads
-from tidemill.records import Int32Array
+from tidemill.protocols import Generation
+from tidemill.records import EngineId, Int32Array
+from tidemill.rollout.fleet import Rotation
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import (
     PromptSet,
@@ -33,6 +34,7 @@ from tidemill.rollout.rollouter import Rollouter
 MAX_REWARD_WORKERS = 32
 
 
+@delegate(Generation, Rotation)
 class RolloutActor:
     """The rollouter in a process of its own, with its tokenizer and its reward workers."""
 
@@ -69,7 +71,7 @@ class RolloutActor:
             config,
             self.prompts,
             held_out,
-            engines=self.engines,
+            engines={engine.id: engine for engine in self.engines},
             queue=self.queue,
             rewards=self.rewards,
             decode=partial(decode, tokenizer),
@@ -78,57 +80,17 @@ class RolloutActor:
         )
         await self.rewards.start()
 
+    def target(self) -> Rollouter:
+        """The rollouter, once it has started."""
+        return self.rollouter
+
     async def run(self) -> None:
         """Generate until the data or the run ends."""
         await self.rollouter.run()
 
-    async def evaluate(self, version: int, engine: str | None) -> Evaluation:
-        """See `Generation`."""
-        return await self.rollouter.evaluate(version, engine)
-
-    async def begin_version(self, version: int) -> None:
-        """See `Generation`."""
-        await self.rollouter.begin_version(version)
-
-    async def mark_trained(self, uids: Sequence[int]) -> None:
-        """See `Generation`."""
-        await self.rollouter.mark_trained(uids)
-
-    async def reissue(self, uids: Sequence[int], reason: str) -> None:
-        """See `Generation`."""
-        await self.rollouter.reissue(uids, reason)
-
     async def ledger_state(self) -> Mapping[str, object]:
-        """See `Generation`; with the digests of the data that its numbers stand for."""
+        """The ledger, with the digests of the data that its numbers stand for."""
         return {**await self.rollouter.ledger_state(), **self.digests}
-
-    async def loads(self) -> Loads:
-        """See `Generation`."""
-        return await self.rollouter.loads()
-
-    async def add_engine(self, name: str, engine: Engine) -> None:
-        """See `Rollouter`."""
-        await self.rollouter.add_engine(name, engine)
-
-    async def remove_engine(self, name: str, reason: str, patience_s: float) -> int:
-        """See `Rollouter`."""
-        return await self.rollouter.remove_engine(name, reason, patience_s)
-
-    async def set_engine_aside(self, name: str) -> None:
-        """See `Rollouter`."""
-        await self.rollouter.set_engine_aside(name)
-
-    async def take_engine_back(self, name: str) -> None:
-        """See `Rollouter`."""
-        await self.rollouter.take_engine_back(name)
-
-    async def lost_engines(self) -> Mapping[str, str]:
-        """See `Rollouter`."""
-        return await self.rollouter.lost_engines()
-
-    async def stats(self) -> Mapping[str, float]:
-        """See `Generation`."""
-        return await self.rollouter.stats()
 
     async def canary(self) -> Int32Array:
         """`[T]` int32, tokens whose log-probs trainer and engines must agree on."""
@@ -155,79 +117,35 @@ def decode(tokenizer: Any, token_ids: Int32Array) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteGeneration:
-    """The rollouter in another process."""
+class RemoteGeneration(Remote):
+    """The rollouter in another process: `Generation` and `rollout.fleet.Rotation`."""
 
     actor: Any
+    name = "the rollouter"
 
-    async def start(self) -> None:
-        """Wait until prompts and rewards can be used; the caller has the deadline."""
-        await call("the rollouter", self.actor.start.remote(), None)
+    start = forward(RolloutActor.start, timeout_s=None)
+    run = forward(RolloutActor.run, timeout_s=None)
+    canary = forward(RolloutActor.canary)
+    stop = forward(RolloutActor.stop)
+    close = forward(RolloutActor.close)
 
-    async def run(self) -> None:
-        """Generate until the data or the run ends; raises what went wrong there."""
-        await call("the rollouter", self.actor.run.remote(), None)
+    begin_version = forward(Generation.begin_version)
+    mark_trained = forward(Generation.mark_trained)
+    reissue = forward(Generation.reissue)
+    ledger_state = forward(Generation.ledger_state)
+    evaluate = forward(Generation.evaluate, timeout_s=None)  # every answer has `rollout.group_timeout_s`
+    loads = forward(Generation.loads)
+    stats = forward(Generation.stats)
 
-    async def begin_version(self, version: int) -> None:
-        """See `Generation`."""
-        await call("the rollouter", self.actor.begin_version.remote(version))
+    add_engine = forward(Rotation.add_engine)
+    set_engine_aside = forward(Rotation.set_engine_aside)
+    take_engine_back = forward(Rotation.take_engine_back)
+    lost_engines = forward(Rotation.lost_engines)
 
-    async def mark_trained(self, uids: Sequence[int]) -> None:
-        """See `Generation`."""
-        await call("the rollouter", self.actor.mark_trained.remote(list(uids)))
-
-    async def reissue(self, uids: Sequence[int], reason: str) -> None:
-        """See `Generation`."""
-        await call("the rollouter", self.actor.reissue.remote(list(uids), reason))
-
-    async def ledger_state(self) -> Mapping[str, object]:
-        """See `Generation`."""
-        return await call("the rollouter", self.actor.ledger_state.remote())
-
-    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
-        """See `Generation`; every answer has `rollout.group_timeout_s` inside."""
-        return await call("the rollouter", self.actor.evaluate.remote(version, engine), None)
-
-    async def loads(self) -> Loads:
-        """See `Generation`."""
-        return await call("the rollouter", self.actor.loads.remote())
-
-    async def add_engine(self, name: str, engine: Engine) -> None:
-        """See `rollout.fleet.Rotation`."""
-        await call("the rollouter", self.actor.add_engine.remote(name, engine))
-
-    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
-        """See `rollout.fleet.Rotation`."""
-        removing = self.actor.remove_engine.remote(name, reason, patience_s)
-        return await call("the rollouter", removing, patience_s + CONTROL_TIMEOUT_S)
-
-    async def set_engine_aside(self, name: str) -> None:
-        """See `rollout.fleet.Rotation`."""
-        await call("the rollouter", self.actor.set_engine_aside.remote(name))
-
-    async def take_engine_back(self, name: str) -> None:
-        """See `rollout.fleet.Rotation`."""
-        await call("the rollouter", self.actor.take_engine_back.remote(name))
-
-    async def lost_engines(self) -> Mapping[str, str]:
-        """See `rollout.fleet.Rotation`."""
-        return await call("the rollouter", self.actor.lost_engines.remote())
-
-    async def stats(self) -> Mapping[str, float]:
-        """See `Generation`."""
-        return await call("the rollouter", self.actor.stats.remote())
-
-    async def canary(self) -> Int32Array:
-        """Tokens for the canary of the weight sync."""
-        return await call("the rollouter", self.actor.canary.remote())
-
-    async def stop(self) -> None:
-        """End generation."""
-        await call("the rollouter", self.actor.stop.remote())
-
-    async def close(self) -> None:
-        """End the reward workers."""
-        await call("the rollouter", self.actor.close.remote())
+    async def remove_engine(self, engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
+        """Send this engine no more groups, see `Rotation`; its patience comes on top of the deadline."""
+        removing = self.actor.remove_engine.remote(engine_id, reason, patience_s)
+        return await self.answer(removing, patience_s + CONTROL_TIMEOUT_S)
 
 
 def start_rollouter(

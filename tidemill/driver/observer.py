@@ -59,7 +59,8 @@ class RunObserver:
 
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
         """See `train.trainer.Observer`."""
-        self.log.write(Activity(step, timings.dated(time.time()), loads, self.began))
+        by_name = {str(engine): load for engine, load in loads.items()}
+        self.log.write(Activity(step, timings.dated(time.time()), by_name, self.began))
 
     def picture(self) -> None:
         """Store the timeline of this attempt, if it trained anything."""

@@ -35,8 +35,9 @@ from tidemill.observe.meters import MemoryMeter, Timings
 from tidemill.observe.report import Sample, Summary, shortened
 from tidemill.observe.text import counted
 from tidemill.protocols import Evaluation
+from tidemill.records import EngineId
 from tidemill.rollout.elasticity import Elasticity
-from tidemill.rollout.fleet import Fleet
+from tidemill.rollout.fleet import Fleet, FleetLimits
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.lease import Claim, Fence
 from tidemill.store.object_store import ObjectStore
@@ -99,7 +100,7 @@ class Parts:
         try:
             await attempt("stopping the generation", self.generation.stop())
             await attempt("ending the reward workers", self.generation.close())
-            await asyncio.gather(*(attempt(f"ending {member.name}", member.end()) for member in self.fleet.members))
+            await asyncio.gather(*(attempt(f"ending {member.id}", member.end()) for member in self.fleet.members))
         finally:
             self.publisher.close()
 
@@ -166,7 +167,7 @@ class Run:
         told = notices(config.data, config.trainer, config.asynchrony, config.evaluation, config.checkpoint)
         for text in (*told, *other_processor(config.rollout, gpus)):
             observer.notice(text)
-        engines = [start_engine(config, path, index) for index in range(config.rollout.engines)]
+        engines = [start_engine(config, path, EngineId(n)) for n in range(config.rollout.engines)]
         ranks = start_ranks(config, path, self.claim)
         asynchrony, capacity = config.asynchrony, config.queue_capacity
         queue = start_queue(capacity, asynchrony.max_staleness, config.queue.when_full, service_place(config))
@@ -179,16 +180,15 @@ class Run:
         await loaded(config, [generation.start()])
         canary = await generation.canary()
         outbox = make_outbox(config, ranks, store, self.claim)
-        publisher = Synchronizer(engines, config.publication, outbox, ranks.score, canary)
+        publisher = Synchronizer(config.publication, outbox, ranks.score, canary)
         fleet = Fleet(
             engines,
             partial(start_engine, config, path),
-            config.rollout.start_timeout_s + PLACE_TIMEOUT_S,
+            FleetLimits(config.rollout.start_timeout_s + PLACE_TIMEOUT_S, config.rollout.group_timeout_s),
             generation,
             publisher,
             observer.notice,
-            elasticity=elasticity(config),
-            group_timeout_s=config.rollout.group_timeout_s,
+            elasticity(config),
         )
         observer.listeners.append(fleet.measured)
         return Parts(fleet, ranks, queue, generation, publisher)

@@ -170,7 +170,7 @@ class Accounting:
         Raises:
             EngineError: as `CrashQuarantine.crashed`.
         """
-        if self.crashes.crashed(request.uid, str(request.engine)):
+        if request.engine is not None and self.crashes.crashed(request.uid, request.engine):
             self.metrics.count("skipped/kills_engine")
             LOG.warning(
                 "prompt occurrence %d skipped: %d engines in a row crashed while they generated it; the last one, %s, "

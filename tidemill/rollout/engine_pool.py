@@ -1,19 +1,22 @@
-"""The engines that groups fly on; they come and go while a run goes on."""
+"""The engines that requests go to; they come and go while a run goes on.
+
+The fleet owns the membership. The pool is told of it by calls, and counts what each engine has to do.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tidemill.errors import EngineError, EngineLostError
 from tidemill.protocols import Engine
+from tidemill.records import EngineId
 
-RESOLUTION_S = (
-    0.02  # changes of load that lie closer together become one, so that the report of a large run stays small
-)
+# Changes of load that lie closer together become one, so that the report of a large run stays small.
+RESOLUTION_S = 0.02
 
 
 class LoadMeter:
@@ -25,9 +28,9 @@ class LoadMeter:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._changes: dict[str, list[tuple[float, int]]] = {}
+        self._changes: dict[EngineId, list[tuple[float, int]]] = {}
 
-    def note(self, engine: str, requests: int) -> None:
+    def note(self, engine: EngineId, requests: int) -> None:
         """The engine has this many requests from now on."""
         changes, now = self._changes.setdefault(engine, []), self._clock()
         if changes and now - changes[-1][0] < RESOLUTION_S:
@@ -35,26 +38,26 @@ class LoadMeter:
         else:
             changes.append((now, requests))
 
-    def take(self) -> dict[str, list[tuple[float, int]]]:
+    def take(self) -> dict[EngineId, list[tuple[float, int]]]:
         """The changes since the last report, by engine: time and number of requests; starts anew."""
         changes, self._changes = self._changes, {}
         return changes
 
 
 @dataclass(slots=True)
-class Seat:
+class PooledEngine:
     """An engine in the pool.
 
     Attributes:
-        load: requests that it has now.
+        load: requests in flight.
         failures: requests that failed in a row.
         finished: requests that it has answered.
-        lost: why it is of no use any more.
-        leaving: it gets nothing new.
+        lost: why it cannot be used any more.
+        leaving: it gets no new requests.
         held_out: how many of its requests are held-out prompts.
     """
 
-    name: str
+    id: EngineId
     engine: Engine
     load: int = 0
     failures: int = 0
@@ -65,139 +68,140 @@ class Seat:
 
 
 class EnginePool:
-    """Chooses the engine of a group: the one with the fewest failures in a row, then the least loaded.
+    """Chooses the engine of a request: the one with the fewest failures in a row, then the least loaded.
 
-    An engine that keeps failing answers at once, with an error, and would otherwise look idle and attract every group.
-    One that is lost gets nothing more.
+    An engine that keeps failing answers at once, with an error; by its load alone it would attract every request.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._seats = {f"engine {n}": Seat(f"engine {n}", engine) for n, engine in enumerate(engines)}
+    def __init__(self, engines: Mapping[EngineId, Engine]) -> None:
+        self._engines = {engine_id: PooledEngine(engine_id, engine) for engine_id, engine in engines.items()}
         self._changed = asyncio.Event()
-        self._under_evaluation: set[str] = set()
+        self._under_evaluation: set[EngineId] = set()
         self.loads = LoadMeter()
 
     def __len__(self) -> int:
         return len(self._open())
 
-    def add(self, name: str, engine: Engine) -> None:
-        """One more engine."""
-        self._seats[name] = Seat(name, engine)
+    def add(self, engine_id: EngineId, engine: Engine) -> None:
+        """Add an engine that is ready for requests."""
+        self._engines[engine_id] = PooledEngine(engine_id, engine)
         self._change()
 
-    def remove(self, name: str) -> int:
-        """Forget an engine; returns how many requests it had answered, 0 for an unknown one."""
-        seat = self._seats.pop(name, None)
-        return 0 if seat is None else seat.finished
+    def remove(self, engine_id: EngineId) -> int:
+        """Forget an engine; returns how many requests it has answered, 0 for an unknown one."""
+        pooled = self._engines.pop(engine_id, None)
+        return 0 if pooled is None else pooled.finished
 
-    def close(self, name: str) -> None:
-        """Give an engine nothing new, unless a lease names it."""
-        if name in self._seats:
-            self._seats[name].leaving = True
+    def close(self, engine_id: EngineId) -> None:
+        """Send an engine no new requests, except those that name it."""
+        if engine_id in self._engines:
+            self._engines[engine_id].leaving = True
 
-    def reopen(self, name: str) -> None:
-        """Take that back."""
-        if name in self._seats:
-            self._seats[name].leaving = False
+    def reopen(self, engine_id: EngineId) -> None:
+        """Send a closed engine new requests again."""
+        if engine_id in self._engines:
+            self._engines[engine_id].leaving = False
             self._change()
 
-    async def drained(self, name: str, patience_s: float) -> None:
-        """Let the requests of an engine finish, if they do in time."""
-        try:
-            async with asyncio.timeout(patience_s):
-                while (seat := self._seats.get(name)) is not None and seat.load and seat.lost is None:
-                    await self._next_change()
-        except TimeoutError:
-            return
+    async def drained(self, engine_id: EngineId, timeout_s: float) -> None:
+        """Wait until an engine has finished its requests or is lost, at most `timeout_s`."""
 
-    async def quiet(self, name: str | None, patience_s: float) -> None:
-        """Wait until an engine, or all, have no request, also while those of one that is lost say so; if in time."""
+        def busy() -> bool:
+            pooled = self._engines.get(engine_id)
+            return pooled is not None and pooled.load > 0 and pooled.lost is None
+
+        await self._while(busy, timeout_s)
+
+    async def quiet(self, engine_id: EngineId | None, timeout_s: float) -> None:
+        """Wait until an engine, or every engine, has no request, at most `timeout_s`.
+
+        The requests of a lost engine count until they have failed.
+        """
         await asyncio.sleep(0)  # for requests that are about to begin
-        try:
-            async with asyncio.timeout(patience_s):
-                while any(seat.load for seat in self._seats.values() if name in (None, seat.name)):
-                    await self._next_change()
-        except TimeoutError:
-            return
+        await self._while(lambda: any(e.load for e in self._engines.values() if engine_id in (None, e.id)), timeout_s)
 
-    async def loss(self) -> tuple[str, str]:
-        """Wait for an engine that is of no use any more; its name, and why it is."""
+    async def loss(self) -> tuple[EngineId, str]:
+        """Wait until an engine is lost; returns which one, and why."""
         while not (lost := self.lost()):
-            await self._next_change()
+            await self._changed.wait()
         return next(iter(lost.items()))
 
-    def died_beside_held_out(self, name: str) -> bool:
+    def died_beside_held_out(self, engine_id: EngineId) -> bool:
         """Whether an engine was lost while it also answered a held-out prompt."""
-        return name in self._under_evaluation
+        return engine_id in self._under_evaluation
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until there is an engine.
+        """Wait until an engine takes requests.
 
         Raises:
-            EngineError: there is none in time.
+            EngineError: none does in time.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._open():
-                    await self._next_change()
-        except TimeoutError as error:
-            raise EngineError(f"all engines are lost, and no other has come within {timeout_s:g} s") from error
+        await self._while(lambda: not self._open(), timeout_s)
+        if not self._open():
+            raise EngineError(f"all engines are lost, and no other one has joined within {timeout_s:g} s")
 
     @contextmanager
-    def lease(self, name: str | None = None, *, held_out: bool = False) -> Iterator[Seat]:
-        """An engine, or the named one, for the time of one request, which may be that of a held-out prompt.
+    def lease(self, engine_id: EngineId | None = None, *, held_out: bool = False) -> Iterator[PooledEngine]:
+        """Lease an engine for one request; an exception other than cancellation counts as its failure.
 
-        An exception other than cancellation counts as its failure.
+        Args:
+            engine_id: the engine to use; None takes the best one.
+            held_out: whether the request is a held-out prompt.
 
         Raises:
-            EngineLostError: there is none.
+            EngineLostError: the engine, or every engine, is lost.
         """
-        seats = self._open() if name is None else [s for s in self._seats.values() if s.name == name and s.lost is None]
-        if not seats:
-            raise EngineLostError(f"{name or 'every engine'} is lost")
-        seat = min(seats, key=lambda seat: (seat.failures, seat.load))
-        seat.load += 1
-        seat.held_out += held_out
-        self.loads.note(seat.name, seat.load)
+        named = [e for e in self._engines.values() if e.id == engine_id and e.lost is None]
+        engines = self._open() if engine_id is None else named
+        if not engines:
+            raise EngineLostError(f"{engine_id or 'every engine'} is lost")
+        pooled = min(engines, key=lambda e: (e.failures, e.load))
+        pooled.load += 1
+        pooled.held_out += held_out
+        self.loads.note(pooled.id, pooled.load)
         try:
-            yield seat
+            yield pooled
         except EngineLostError as error:
-            self._lose(seat, str(error))
+            self._lose(pooled, str(error))
             raise
         except Exception:
-            seat.failures += 1
+            pooled.failures += 1
             raise
         else:
-            seat.failures = 0
-            seat.finished += 1
+            pooled.failures = 0
+            pooled.finished += 1
         finally:
-            seat.load -= 1
-            seat.held_out -= held_out
-            self.loads.note(seat.name, seat.load)
+            pooled.load -= 1
+            pooled.held_out -= held_out
+            self.loads.note(pooled.id, pooled.load)
             self._change()
 
-    def lost(self) -> Mapping[str, str]:
-        """Engines that are of no use any more and still have to be removed, and why."""
-        return {name: seat.lost for name, seat in self._seats.items() if seat.lost is not None}
+    def lost(self) -> Mapping[EngineId, str]:
+        """Engines that are lost and still have to be removed, and why."""
+        return {pooled.id: pooled.lost for pooled in self._engines.values() if pooled.lost is not None}
 
     def forgive(self) -> None:
         """Forget the failures: engines that failed may work with new weights."""
-        for seat in self._seats.values():
-            seat.failures = 0
+        for pooled in self._engines.values():
+            pooled.failures = 0
 
-    def _lose(self, seat: Seat, why: str) -> None:
-        """The first request that says so still has the others beside it."""
-        if seat.lost is None:
-            seat.lost = why
-            if seat.held_out:
-                self._under_evaluation.add(seat.name)
+    def _lose(self, pooled: PooledEngine, why: str) -> None:
+        """Only the first request that reports the loss still has the others beside it."""
+        if pooled.lost is None:
+            pooled.lost = why
+            if pooled.held_out:
+                self._under_evaluation.add(pooled.id)
 
-    def _open(self) -> list[Seat]:
-        return [seat for seat in self._seats.values() if seat.lost is None and not seat.leaving]
+    def _open(self) -> list[PooledEngine]:
+        return [pooled for pooled in self._engines.values() if pooled.lost is None and not pooled.leaving]
 
     def _change(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _next_change(self) -> None:
-        await self._changed.wait()
+    async def _while(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait while a condition holds, at most `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while condition():
+                    await self._changed.wait()

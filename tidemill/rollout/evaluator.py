@@ -19,7 +19,7 @@ from tidemill.errors import (
     TidemillError,
 )
 from tidemill.protocols import Answer, Evaluation, Sampling
-from tidemill.records import Completion, Prompt
+from tidemill.records import Completion, EngineId, Prompt
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import HeldOutCrashQuarantine
 from tidemill.rollout.group_request import TIMEOUTS, Decode, Scorer, Timeouts, abort_request
@@ -63,14 +63,14 @@ class Evaluator:
         self.crashes = HeldOutCrashQuarantine(config.rollout.max_attempts)
         self.exclusive = False
 
-    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
+    async def evaluate(self, version: int, engine: EngineId | None = None) -> Evaluation:
         """One greedy answer a prompt, every token of it sampled from `version`.
 
         A prompt that crashes one engine after the other is skipped, as `HeldOutCrashQuarantine` says.
 
         Args:
             version: of the engines, which must not change meanwhile.
-            engine: name of the engine that answers; None uses all.
+            engine: the engine that answers; None uses all.
 
         Raises:
             ConfigError: there are no held-out prompts.
@@ -95,7 +95,7 @@ class Evaluator:
         score = sum(answer.reward for answer in answers) / len(answers)
         return Evaluation(version, score, tuple(answers), {name: n for name, n in skipped.items() if n})
 
-    async def _outcomes(self, prompts: Sequence[Prompt], version: int, engine: str | None) -> list[Outcome]:
+    async def _outcomes(self, prompts: Sequence[Prompt], version: int, engine: EngineId | None) -> list[Outcome]:
         """Answer concurrently; after engine crashes, first generate the prompts that must run alone.
 
         Raises:
@@ -112,7 +112,7 @@ class Evaluator:
         return [outcomes.get(prompt.row) for prompt in prompts]
 
     async def _answer_concurrently(
-        self, prompts: Sequence[Prompt], version: int, engine: str | None
+        self, prompts: Sequence[Prompt], version: int, engine: EngineId | None
     ) -> dict[int, Outcome]:
         """Outcomes by row; once a prompt must run alone, no further request starts and the rest are None.
 
@@ -140,7 +140,7 @@ class Evaluator:
                 raise outcome
         return {prompt.row: outcome for prompt, outcome in zip(prompts, outcomes, strict=True)}
 
-    async def _answer_alone(self, prompt: Prompt, version: int, engine: str | None) -> Outcome:
+    async def _answer_alone(self, prompt: Prompt, version: int, engine: EngineId | None) -> Outcome:
         """Answer one prompt with no other request on its engine.
 
         No group starts meanwhile, unless the engine is a named one: that gets no groups anyway.
@@ -157,7 +157,7 @@ class Evaluator:
         self.crashes.check()
         return outcome
 
-    async def _answer(self, prompt: Prompt, version: int, engine: str | None, stop: StopRetrying) -> Outcome:
+    async def _answer(self, prompt: Prompt, version: int, engine: EngineId | None, stop: StopRetrying) -> Outcome:
         completion = await self._complete(prompt, engine, stop)
         if completion is None:
             return None
@@ -169,7 +169,7 @@ class Evaluator:
             return error
         return Answer(prompt.text, text, prompt.answer, reward)
 
-    async def _complete(self, prompt: Prompt, engine: str | None, stop: StopRetrying) -> Completion | None:
+    async def _complete(self, prompt: Prompt, engine: EngineId | None, stop: StopRetrying) -> Completion | None:
         """Generate, with up to `rollout.max_attempts` attempts; the loss of an engine does not count as one.
 
         Returns:
@@ -192,19 +192,19 @@ class Evaluator:
             attempt += 1
         return None
 
-    async def _generate(self, prompt: Prompt, engine: str | None) -> Completion:
+    async def _generate(self, prompt: Prompt, engine: EngineId | None) -> Completion:
         rollout = self._config.rollout
         sampling = Sampling(1, rollout.max_new_tokens, temperature=0.0, stop=tuple(rollout.stop), priority=PRIORITY)
         request_id = f"evaluation-{prompt.row}.{next(self._request_numbers)}"
-        with self._engines.lease(engine, held_out=True) as seat:
+        with self._engines.lease(engine, held_out=True) as leased:
             try:
                 async with asyncio.timeout(rollout.group_timeout_s):
-                    [completion] = await seat.engine.generate(request_id, prompt.token_ids, sampling)
+                    [completion] = await leased.engine.generate(request_id, prompt.token_ids, sampling)
             except EngineCrashedError:
-                self.crashes.crashed(prompt.row, seat.name)
+                self.crashes.crashed(prompt.row, leased.id)
                 raise
             except (TimeoutError, asyncio.CancelledError):
-                await abort_request(seat.engine, request_id, self._timeouts.abort_s)
+                await abort_request(leased.engine, request_id, self._timeouts.abort_s)
                 raise
             if completion.finish_reason == "abort":
                 raise EngineError(f"the engine aborted held-out prompt {prompt.row}")

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tidemill.errors import DataError, EngineError, RewardError, RunError, TidemillError
+from tidemill.records import EngineId
 from tidemill.rollout.group_request import Clock, GroupRequest, RequestFailed
 from tidemill.rollout.ledger import Ledger
 
 LOG = logging.getLogger(__name__)
 
-LOSSES = 3  # engines of one place, one after the other, that finish nothing
+LOSSES = 3  # of engines in one slot, one after the other, that finish nothing
 LOSSES_WITHIN_S = 3600.0
 FIRST_FAILURES = 8  # distinct prompts in a row
 LATER_FAILURES = 32  # of a reward that has worked before: a few bad prompts may follow each other
@@ -100,7 +101,7 @@ class CrashQuarantine:
 
     def __init__(self, ledger: Ledger, max_attempts: int) -> None:
         self._ledger, self.max_crashes = ledger, crash_limit(max_attempts)
-        self._quarantined_by: Counter[str] = Counter()
+        self._quarantined_by: Counter[EngineId] = Counter()
         self._in_a_row: list[int] = []
 
     def must_wait(self, uid: int, in_flight: Iterable[GroupRequest]) -> bool:
@@ -112,7 +113,7 @@ class CrashQuarantine:
         """An engine has returned a group."""
         self._in_a_row.clear()
 
-    def crashed(self, uid: int, engine: str) -> bool:
+    def crashed(self, uid: int, engine: EngineId) -> bool:
         """The engine crashed while it generated an occurrence. Returns whether the occurrence is quarantined for it.
 
         Raises:
@@ -130,7 +131,7 @@ class CrashQuarantine:
             )
         return True
 
-    def take_quarantined(self, engine: str) -> int:
+    def take_quarantined(self, engine: EngineId) -> int:
         """How many prompts were quarantined for the crash of this engine, since the last call."""
         return self._quarantined_by.pop(engine, 0)
 
@@ -151,7 +152,7 @@ class HeldOutCrashQuarantine:
     def __init__(self, max_attempts: int) -> None:
         self.max_crashes = crash_limit(max_attempts)
         self._crashes: Counter[int] = Counter()
-        self._quarantined_by: Counter[str] = Counter()
+        self._quarantined_by: Counter[EngineId] = Counter()
         self._answered = False
 
     def must_run_alone(self, row: int) -> bool:
@@ -170,7 +171,7 @@ class HeldOutCrashQuarantine:
         self._answered = True
         del self._crashes[row]
 
-    def crashed(self, row: int, engine: str) -> None:
+    def crashed(self, row: int, engine: EngineId) -> None:
         """The engine crashed while it answered a prompt."""
         self._crashes[row] += 1
         if self.quarantined(row):
@@ -194,7 +195,7 @@ class HeldOutCrashQuarantine:
                 "many prompts are hardly the cause; read it in the engines' logs."
             )
 
-    def take_quarantined(self, engine: str) -> int:
+    def take_quarantined(self, engine: EngineId) -> int:
         """How many prompts were quarantined for the crash of this engine, since the last call."""
         return self._quarantined_by.pop(engine, 0)
 
@@ -205,10 +206,10 @@ def crash_limit(max_attempts: int) -> int:
 
 
 class CrashLoop:
-    """Distinguishes a place whose engines keep dying from one whose engine died once.
+    """Distinguishes a slot whose engines keep dying from one whose engine died once.
 
-    A *place* is that of an engine and of all that replace it. Its engines must not die `LOSSES` times within
-    `LOSSES_WITHIN_S` without any of them finishing a request. Requests finished at other places do not count.
+    The engines of one slot, an engine and all that replace it one after the other, must not die `LOSSES` times within
+    `LOSSES_WITHIN_S` without any of them finishing a request. Requests finished in other slots do not count.
 
     Args:
         clock: monotonic seconds.
@@ -216,17 +217,17 @@ class CrashLoop:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._losses: dict[str, list[float]] = {}
+        self._losses: dict[EngineId, list[float]] = {}
 
-    def lost(self, place: str, finished: int) -> int:
+    def lost(self, slot: EngineId, finished: int) -> int:
         """Count the loss of an engine that had finished this many requests.
 
         Returns:
-            Number of recent losses in a row at this place without a finished request.
+            Number of recent losses in a row in this slot without a finished request.
         """
         now = self._clock()
-        recent = [] if finished else [at for at in self._losses.get(place, []) if now - at < LOSSES_WITHIN_S] + [now]
-        self._losses[place] = recent
+        recent = [] if finished else [at for at in self._losses.get(slot, []) if now - at < LOSSES_WITHIN_S] + [now]
+        self._losses[slot] = recent
         return len(recent)
 
 

@@ -1,9 +1,10 @@
-"""The engines of a run: one that dies is replaced, the new one catches up, and their number follows the load.
+"""The engines of a run: the owner of their membership.
 
-Each place for an engine has a keeper, a task that watches the engine there. An engine is lost when it does not answer a
-probe, when the rollouter cannot reach it, or when it drops out of a publication. Then it is taken out of the rotation,
-which issues its groups again, and its process is ended; the next one starts, gets the newest version from the
-`Synchronizer` and only then its first group. Meanwhile the others go on. On a cluster the new engine waits for its pod.
+A lost engine is replaced, and the number of engines follows the load. Each engine occupies a slot, and a task watches
+each slot. An engine is lost when it does not answer a probe, when the rollouter cannot reach it, or when it drops out
+of a publication. It then leaves the rotation, which issues its groups again, and its process is ended. The next engine
+of the slot starts, gets the newest version from the `Synchronizer` and only then its first group. Meanwhile the other
+engines go on. On a cluster the new engine waits for its pod.
 """
 
 from __future__ import annotations
@@ -13,30 +14,28 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from tidemill.errors import EngineError, RunError, StoreError, TidemillError
 from tidemill.protocols import Engine, PauseMode
+from tidemill.records import EngineId
 from tidemill.rollout.elasticity import Elasticity
 from tidemill.rollout.failures import LOSSES, CrashLoop
 from tidemill.task_group import task_group
 from tidemill.weights.synchronizer import Synchronizer
-
-PROBE_S = 2.0  # between two looks at an engine
-PROBE_TIMEOUT_S = 60.0  # an engine that does not answer by then is stuck
-RETRY_S = 5.0  # after an engine that did not come up
 
 
 class Member(Engine, Protocol):
     """An engine of the fleet: `actors.engine.RemoteEngine`."""
 
     @property
-    def name(self) -> str:
-        """Unique in a run, also over replacements."""
+    def id(self) -> EngineId:
+        """Names the engine."""
         ...
 
     async def start(self) -> None:
-        """Wait until it has its place and has loaded its model.
+        """Wait until Ray has placed the engine and it has loaded its model.
 
         Raises:
             EngineError: it could not.
@@ -44,79 +43,97 @@ class Member(Engine, Protocol):
         ...
 
     async def end(self) -> None:
-        """End the process, in order where it still answers."""
+        """End the process; it gets time to free its resources if it still answers."""
         ...
 
     def kill(self) -> None:
-        """End the process at once, also one that has no place yet."""
+        """End the process at once, also one that Ray has not placed yet."""
         ...
 
 
 class Rotation(Protocol):
-    """Who sends groups to the engines: `actors.rollouter.RemoteGeneration`."""
+    """Sends groups to the engines: `actors.rollouter.RemoteGeneration`."""
 
-    async def add_engine(self, name: str, engine: Member) -> None:
-        """This engine has the newest version and takes groups."""
+    async def add_engine(self, engine_id: EngineId, engine: Member) -> None:
+        """Send groups to this engine, which has the newest version."""
         ...
 
-    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
-        """This one gets no more; its groups that do not end in time are issued again.
+    async def remove_engine(self, engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
+        """Send this engine no more groups; those that it does not finish in time are issued again.
 
-        Returns how many it finished, and how many prompts were set aside because they killed it.
+        Returns:
+            How many groups it finished, and how many prompts were set aside because they killed it.
         """
         ...
 
-    async def set_engine_aside(self, name: str) -> None:
-        """This one gets no more groups, and finishes those that it has; only an evaluation may name it."""
+    async def set_engine_aside(self, engine_id: EngineId) -> None:
+        """Send this engine no more groups, except held-out prompts that name it; it finishes those that it has."""
         ...
 
-    async def take_engine_back(self, name: str) -> None:
-        """It gets groups again; nothing if it has been removed."""
+    async def take_engine_back(self, engine_id: EngineId) -> None:
+        """Send groups to this engine again, unless it has been removed."""
         ...
 
-    async def lost_engines(self) -> Mapping[str, str]:
-        """Engines that cannot be reached from there, and why."""
+    async def lost_engines(self) -> Mapping[EngineId, str]:
+        """The engines that cannot be reached from the rollouter, and why."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLimits:
+    """Deadlines and intervals of a fleet.
+
+    Attributes:
+        start_timeout_s: for a new engine to be placed and to load.
+        group_timeout_s: for a retired engine to finish its groups.
+        probe_interval_s: between two probes of an engine.
+        probe_timeout_s: an engine that does not answer a probe in time is stuck.
+        retry_s: between two attempts to replace an engine.
+        losses: engines of one slot that may die one after the other without finishing a group.
+    """
+
+    start_timeout_s: float
+    group_timeout_s: float = 600.0
+    probe_interval_s: float = 2.0
+    probe_timeout_s: float = 60.0
+    retry_s: float = 5.0
+    losses: int = LOSSES
 
 
 class Fleet:
-    """Keeps an engine at every place; publishes versions to all of them.
+    """Keeps an engine in every slot and publishes versions to all of them.
 
-    A place has the name of its first engine.
+    A slot has the id of its first engine.
 
     Args:
         members: the engines of the start, which have loaded.
-        start: places an engine with this number; it loads when its `start` is called.
-        start_timeout_s: for a new engine to have its place and to load.
+        start: places an engine with this id; it loads when its `start` is called.
+        limits: deadlines and intervals.
         rotation: the rollouter.
-        synchronizer: brings versions to the engines; has those of the start already.
-        notice: tells a person.
-        elasticity: says when an engine is added or retired; None keeps their number.
-        group_timeout_s: for an engine that is retired to finish what it has.
+        synchronizer: brings versions to the engines.
+        notice: shows a message to the user.
+        elasticity: decides when an engine is added or retired; None keeps their number.
     """
 
     def __init__(
         self,
         members: Sequence[Member],
-        start: Callable[[int], Member],
-        start_timeout_s: float,
+        start: Callable[[EngineId], Member],
+        limits: FleetLimits,
         rotation: Rotation,
         synchronizer: Synchronizer,
         notice: Callable[[str], None],
-        *,
         elasticity: Elasticity | None = None,
-        group_timeout_s: float = 600.0,
     ) -> None:
-        self._start, self._start_timeout_s, self._group_timeout_s = start, start_timeout_s, group_timeout_s
+        self._start, self._limits, self._elasticity = start, limits, elasticity
         self._rotation, self._synchronizer, self._notice = rotation, synchronizer, notice
-        self._elasticity = elasticity
-        self._members = {member.name: member for member in members}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._reports: dict[str, asyncio.Future[str]] = {}
-        self._numbers = itertools.count(len(members))
+        self._members = {member.id: member for member in members}  # by slot
+        self._watches: dict[EngineId, asyncio.Task[None]] = {}  # by slot
+        self._losses: dict[EngineId, asyncio.Future[str]] = {}  # why an engine is lost, once it is
+        self._ids = map(EngineId, itertools.count(len(members)))
         self._crashes = CrashLoop(time.monotonic)
         self._mode: PauseMode = "keep"
-        self._aside: str | None = None
+        self._aside: EngineId | None = None
         self._change: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -128,56 +145,66 @@ class Fleet:
     async def publish(
         self, version: int, mode: PauseMode, exported: Callable[[], None] = lambda: None
     ) -> Mapping[str, float]:
-        """See `Synchronizer.publish`; engines that are lost on the way are replaced."""
+        """Publish a version to the members, see `Synchronizer.publish`; engines that are lost are replaced."""
         self._mode = mode
-        metrics = await self._synchronizer.publish(version, mode, exported)
-        for name, error in self._synchronizer.take_lost().items():
-            self._report(name, str(error))
-        return metrics
+        adopted = await self._synchronizer.publish(self._adopting, version, mode, exported)
+        for engine_id, error in adopted.lost.items():
+            self._report(engine_id, str(error))
+        return adopted.metrics
 
-    async def set_aside(self) -> str | None:
+    def _adopting(self) -> Mapping[EngineId, Engine]:
+        """The members that take new versions: not the one that is set aside, and none that is lost."""
+        lost = {engine_id for engine_id, loss in self._losses.items() if loss.done()}
+        return {member.id: member for member in self.members if member.id not in lost | {self._aside}}
+
+    async def set_aside(self) -> EngineId | None:
         """Take an engine out of rotation and publications, so that it keeps its version; None if it is the only one."""
         if len(self._members) < 2:
             return None
-        self._aside = self.members[-1].name
-        self._synchronizer.leave(self._aside)
+        self._aside = self.members[-1].id
         await self._rotation.set_engine_aside(self._aside)
         return self._aside
 
-    async def take_back(self, name: str) -> None:
-        """Give an engine that was set aside the newest version, and groups again; if it is lost, nothing."""
-        self._aside = None
-        for member in self.members:
-            if member.name == name:
-                try:
-                    await self._synchronizer.late_join(name, member, self._mode)
-                except (EngineError, StoreError) as error:
-                    self._report(name, str(error))
-                else:
-                    await self._rotation.take_engine_back(name)
+    async def take_back(self, engine_id: EngineId) -> None:
+        """Give an engine that was set aside the newest version, and groups again; a lost one is left alone."""
+        try:
+            for member in self.members:
+                if member.id == engine_id:
+                    await self._catch_up(member)
+        finally:
+            self._aside = None
+
+    async def _catch_up(self, member: Member) -> None:
+        try:
+            async with self._synchronizer.joining(member.id, member, self._mode):
+                self._aside = None
+        except (EngineError, StoreError) as error:
+            self._report(member.id, str(error))
+        else:
+            await self._rotation.take_engine_back(member.id)
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Replace what is lost, for the time of the body.
+        """Replace lost engines while the body runs.
 
         Raises:
-            EngineError: the engines of a place die one after the other, see `CrashLoop`.
-            RunError: no engine is left, and none comes up in time.
+            EngineError: the engines of a slot die one after the other, see `CrashLoop`.
+            RunError: no engine is left, and none starts in time.
         """
         async with task_group() as self._tasks:
-            for place, member in self._members.items():
-                self._enlist(member)
-                self._occupy(place, member)
+            for slot, member in self._members.items():
+                self._losses[member.id] = asyncio.get_running_loop().create_future()
+                self._watch(slot, member)
             listener = self._tasks.create_task(self._listen())
             yield
-            for task in (listener, *self._keepers.values(), *filter(None, [self._change])):
+            for task in (listener, *self._watches.values(), *filter(None, [self._change])):
                 task.cancel()
 
     def measured(self, metrics: Mapping[str, float]) -> None:
-        """An optimizer step is done; at the end of its version an engine may be added or retired."""
+        """Take the metrics of an optimizer step; at the end of a version an engine may be added or retired."""
         if self._elasticity is None or self._tasks is None:
             return
-        if self._aside or len(self._members) < len(self._keepers) or not (self._change is None or self._change.done()):
+        if self._aside or len(self._members) < len(self._watches) or not (self._change is None or self._change.done()):
             self._elasticity.forget()
             return
         self._elasticity.step(metrics["time/step"], metrics["idle/trainer"], metrics["idle/rollouter"])
@@ -185,141 +212,142 @@ class Fleet:
         if change:
             self._change = self._tasks.create_task(self._grow() if change > 0 else self._retire())
 
-    def _occupy(self, place: str, member: Member) -> None:
+    def _watch(self, slot: EngineId, member: Member) -> None:
         assert self._tasks is not None
-        self._keepers[place] = self._tasks.create_task(self._keep(place, member))
+        self._watches[slot] = self._tasks.create_task(self._keep(slot, member))
 
     async def _grow(self) -> None:
-        """One place more, and its engine: a pending actor is what an autoscaler answers with a pod."""
-        self._notice(f"the trainer waits for groups: an engine is asked for beside the {len(self._members)}")
-        number = next(self._numbers)
-        place = f"engine {number}"
+        """Add a slot and its engine: an autoscaler answers a pending actor with a pod."""
+        self._notice(f"the trainer waits for groups: one more engine is requested, {len(self._members)} are at work")
+        slot = next(self._ids)
         try:
-            member = await self._next_member(place, number)
+            member = await self._next_member(slot, slot)
         except (EngineError, StoreError) as error:
-            self._notice(f"an additional engine did not come up: {error}")
+            self._notice(f"an additional engine did not start: {error}")
             return
         if member is not None:
-            self._occupy(place, member)
+            self._watch(slot, member)
 
     async def _retire(self) -> None:
-        """End the engine of the newest place; its pod, left without an actor, is taken by the autoscaler."""
-        place, member = list(self._members.items())[-1]
-        self._notice(f"generation waits for the trainer: {member.name} is retired, {len(self._members) - 1} are left")
-        self._keepers.pop(place).cancel()
-        self._forget(place, member)
+        """End the engine that joined last; its pod has no actor then, and the autoscaler removes it."""
+        slot, member = list(self._members.items())[-1]
+        self._notice(f"generation waits for the trainer: {member.id} is retired, {len(self._members) - 1} are left")
+        self._watches.pop(slot).cancel()
+        self._forget(slot, member)
         try:
-            await self._rotation.remove_engine(member.name, "engine_retired", self._group_timeout_s)
+            await self._rotation.remove_engine(member.id, "engine_retired", self._limits.group_timeout_s)
         finally:
             await member.end()
 
     async def _listen(self) -> None:
-        """Hear from the rollouter, which may not reach an engine that answers here."""
+        """Ask the rollouter for lost engines: it may fail to reach an engine that answers here."""
         while True:
-            for name, why in (await self._rotation.lost_engines()).items():
-                self._report(name, why)
-            await asyncio.sleep(PROBE_S)
+            for engine_id, why in (await self._rotation.lost_engines()).items():
+                self._report(engine_id, why)
+            await asyncio.sleep(self._limits.probe_interval_s)
 
-    def _enlist(self, member: Member) -> None:
-        self._reports[member.name] = asyncio.get_running_loop().create_future()
+    def _report(self, engine_id: EngineId, why: str) -> None:
+        loss = self._losses.get(engine_id)
+        if loss is not None and not loss.done():
+            loss.set_result(why)
 
-    def _report(self, name: str, why: str) -> None:
-        report = self._reports.get(name)
-        if report is not None and not report.done():
-            report.set_result(why)
-
-    async def _keep(self, place: str, member: Member) -> None:
-        """Look after one place for as long as the run goes on."""
+    async def _keep(self, slot: EngineId, member: Member) -> None:
+        """Watch one slot for as long as the run goes on."""
         while True:
             why = await self._until_lost(member)
-            self._notice(f"{member.name} is lost and will be replaced; its groups are generated again. {why}")
-            finished = await self._remove(place, member)
-            member = await self._replace(place, why, finished)
+            self._notice(f"{member.id} is lost and will be replaced; its groups are generated again. {why}")
+            finished = await self._remove(slot, member)
+            member = await self._replace(slot, why, finished)
 
     async def _until_lost(self, member: Member) -> str:
-        """Watch an engine; returns why it is of no use any more."""
-        report = self._reports[member.name]
+        """Wait until an engine is lost; returns why."""
+        loss = self._losses[member.id]
         probe = asyncio.create_task(self._probe(member))
         try:
-            await asyncio.wait([probe, report], return_when=asyncio.FIRST_COMPLETED)
-            return report.result() if report.done() else probe.result()
+            await asyncio.wait([probe, loss], return_when=asyncio.FIRST_COMPLETED)
+            return loss.result() if loss.done() else probe.result()
         finally:
             probe.cancel()
 
     async def _probe(self, member: Member) -> str:
+        limit = self._limits.probe_timeout_s
         while True:
             try:
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                async with asyncio.timeout(limit):
                     await member.version()
             except EngineError as error:
                 return str(error)
             except TimeoutError:
-                return f"{member.name} did not answer within {PROBE_TIMEOUT_S:g} s: its process is stuck or stopped"
-            await asyncio.sleep(PROBE_S)
+                return f"{member.id} did not answer within {limit:g} s: its process is stuck or stopped"
+            await asyncio.sleep(self._limits.probe_interval_s)
 
-    async def _remove(self, place: str, member: Member) -> int:
+    async def _remove(self, slot: EngineId, member: Member) -> int:
         """Take an engine out and end it; returns how many requests it had finished."""
-        self._forget(place, member)
+        self._forget(slot, member)
         try:
-            return await self._rotation.remove_engine(member.name, "engine_lost")
-        finally:  # also where the run ends meanwhile, which knows it as a member no more
+            return await self._rotation.remove_engine(member.id, "engine_lost")
+        finally:  # also when the run ends meanwhile, because the engine is not a member any more
             await member.end()
 
-    async def _replace(self, place: str, why: str, finished: int) -> Member:
-        """Bring up an engine in place of one that is lost, however often that takes."""
+    async def _replace(self, slot: EngineId, why: str, finished: int) -> Member:
+        """Start an engine in place of a lost one, and try again when it fails.
+
+        Raises:
+            EngineError: too many engines of this slot died in a row.
+        """
         cause: TidemillError | None = None
-        while (losses := self._crashes.lost(place, finished)) < LOSSES:
+        while (losses := self._crashes.lost(slot, finished)) < self._limits.losses:
             try:
-                while (member := await self._next_member(place, next(self._numbers))) is None:
-                    self._notice(f"an engine in place of {place} is asked for again")
+                while (member := await self._next_member(slot, next(self._ids))) is None:
+                    self._notice(f"another engine in place of {slot} is requested")
                 return member
             except (EngineError, StoreError) as error:
                 why, finished, cause = str(error), 0, error
-                self._notice(f"an engine in place of {place} did not come up: {error}")
-            await asyncio.sleep(RETRY_S)
+                self._notice(f"an engine in place of {slot} did not start: {error}")
+            await asyncio.sleep(self._limits.retry_s)
         text = f"{losses} engines in a row, each in place of the one before, died without finishing a group: {why}"
         raise EngineError(text) from cause
 
-    async def _next_member(self, place: str, number: int) -> Member | None:
-        """Start an engine and let it catch up; None if the cluster has no room for it."""
-        member = self._start(number)
+    async def _next_member(self, slot: EngineId, engine_id: EngineId) -> Member | None:
+        """Start an engine and give it the newest version; None if the cluster has no room for it."""
+        member = self._start(engine_id)
         try:
             if not await self._is_placed(member):
                 return None
-            self._enlist(member)
-            await self._synchronizer.late_join(member.name, member)
-            self._members[place] = member
-            await self._rotation.add_engine(member.name, member)
+            self._losses[engine_id] = asyncio.get_running_loop().create_future()
+            async with self._synchronizer.joining(engine_id, member):
+                self._members[slot] = member
+            await self._rotation.add_engine(engine_id, member)
         except asyncio.CancelledError:
             member.kill()
             raise
         except Exception:
-            self._forget(place, member)
+            self._forget(slot, member)
             await member.end()
             raise
-        self._notice(f"{member.name} has joined with the newest version; engines at work: {len(self._members)}")
+        self._notice(f"{engine_id} has joined with the newest version; engines at work: {len(self._members)}")
         return member
 
-    def _forget(self, place: str, member: Member) -> None:
-        self._members.pop(place, None)
-        self._reports.pop(member.name, None)
-        self._synchronizer.leave(member.name)
+    def _forget(self, slot: EngineId, member: Member) -> None:
+        self._members.pop(slot, None)
+        self._losses.pop(member.id, None)
 
     async def _is_placed(self, member: Member) -> bool:
-        """Wait until an engine can be used; False if it is not in time and others are at work.
+        """Wait until an engine has started; False if it does not in time and other engines are at work.
 
         Raises:
-            RunError: it is not in time, and no engine is left.
+            RunError: it does not start in time, and no engine is left.
             EngineError: it failed.
         """
+        limit = self._limits.start_timeout_s
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(limit):
                 await member.start()
         except TimeoutError as error:
             member.kill()
-            late = f"{member.name} found no place within {self._start_timeout_s:g} s (rollout.start_timeout_s)"
+            late = f"{member.id} was not placed and loaded within {limit:g} s (rollout.start_timeout_s)"
             if not self._members:
                 raise RunError(f"{late}, and no other engine is left") from error
-            self._notice(f"{late}; the others go on")
+            self._notice(f"{late}; the other engines go on")
             return False
         return True

@@ -14,7 +14,7 @@ import numpy as np
 from tidemill.config.run import RunConfig
 from tidemill.errors import EngineError, EngineLostError, RewardError, RewardTimeoutError
 from tidemill.protocols import Engine, Sampling
-from tidemill.records import Completion, Group, Int32Array, Prompt, Rollout
+from tidemill.records import Completion, EngineId, Group, Int32Array, Prompt, Rollout
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.rewards import Response
 
@@ -66,7 +66,7 @@ class GroupRequest:
         number: ordinal of the dispatch in this process; makes the request id unique.
         version: the policy version at dispatch: no token can be older.
         started: when, by the rollouter's clock.
-        engine: name of the engine that generates it, or generated it.
+        engine: the engine that generates it, or generated it.
         stage: "delivering" begins when the group is scored.
         task: runs the request; set right after its creation.
     """
@@ -75,7 +75,7 @@ class GroupRequest:
     number: int
     version: int
     started: float
-    engine: str | None = None
+    engine: EngineId | None = None
     stage: Stage = "generating"
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -135,9 +135,9 @@ class GroupGenerator:
                 "empty" (a response without any token).
         """
         try:
-            with self._engines.lease() as seat:
-                request.engine = seat.name
-                return await self._complete(seat.engine, request, self._sampling(request.uid, failures))
+            with self._engines.lease() as leased:
+                request.engine = leased.id
+                return await self._complete(leased.engine, request, self._sampling(request.uid, failures))
         except EngineLostError as error:
             raise RequestFailed("engine_lost") from error
         except EngineError as error:

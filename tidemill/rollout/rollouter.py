@@ -20,7 +20,7 @@ from typing import Any
 from tidemill.config.run import RunConfig
 from tidemill.errors import EngineCrashedError
 from tidemill.protocols import Delivery, Engine, Evaluation, Loads, Queue
-from tidemill.records import Group
+from tidemill.records import EngineId, Group
 from tidemill.rollout.accounting import Accounting, IdleMeter
 from tidemill.rollout.admission import Admission
 from tidemill.rollout.engine_pool import EnginePool
@@ -54,7 +54,7 @@ class Rollouter:
         config: of the run.
         prompts: to train on.
         held_out: to evaluate on.
-        engines: at least one; named "engine 0", "engine 1", ... as in `Synchronizer`.
+        engines: of the start, at least one; they have loaded.
         queue: to the trainer.
         rewards: scores responses.
         decode: response tokens to text.
@@ -70,7 +70,7 @@ class Rollouter:
         prompts: PromptSet,
         held_out: PromptSet | None,
         *,
-        engines: Sequence[Engine],
+        engines: Mapping[EngineId, Engine],
         queue: Queue[Any],
         rewards: Scorer,
         decode: Decode,
@@ -93,7 +93,7 @@ class Rollouter:
         self._failures = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
         self._in_flight: dict[int, GroupRequest] = {}
-        self._fixed_versions: dict[str, int] = {}  # of engines that get no newer version, by name
+        self._fixed_versions: dict[EngineId, int] = {}  # of engines that get no newer version
         self._request_numbers = itertools.count()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -228,7 +228,7 @@ class Rollouter:
             self._failures.failed(request.uid, failure)
             return
         self._resize()
-        held_out = self._engines.died_beside_held_out(str(request.engine))
+        held_out = request.engine is not None and self._engines.died_beside_held_out(request.engine)
         if isinstance(failure.__cause__, EngineCrashedError) and not held_out:
             self._accounting.crashed(request)
         else:  # nothing shows that the prompt is the cause, or the engines that are left
@@ -250,50 +250,52 @@ class Rollouter:
 
     # ---- the engines
 
-    async def add_engine(self, name: str, engine: Engine) -> None:
+    async def add_engine(self, engine_id: EngineId, engine: Engine) -> None:
         """Use one more engine, which must have the newest version."""
-        self._engines.add(name, engine)
+        self._engines.add(engine_id, engine)
         self._accounting.metrics.count("engines_joined")
         self._resize()
 
-    async def remove_engine(self, name: str, reason: str, patience_s: float = 0.0) -> int:
+    async def remove_engine(self, engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
         """Send no more groups to an engine; those not finished in time are dropped for `reason` and issued again.
 
         Returns:
             Number of requests that it had answered, plus the prompts that were quarantined because they crashed it.
         """
-        await self.set_engine_aside(name)
+        await self.set_engine_aside(engine_id)
         if patience_s:
-            await self._engines.drained(name, patience_s)
+            await self._engines.drained(engine_id, patience_s)
         else:  # requests of a dead engine fail by themselves, and their errors tell a crash from another loss
-            await self._engines.quiet(name, self._timeouts.answer_s)
-        finished = self._engines.remove(name)
-        self._fixed_versions.pop(name, None)
+            await self._engines.quiet(engine_id, self._timeouts.answer_s)
+        finished = self._engines.remove(engine_id)
+        self._fixed_versions.pop(engine_id, None)
         self._accounting.metrics.count("engines_removed")
         self._resize()
         for request in list(self._in_flight.values()):
-            if request.stage == "generating" and request.engine == name:
+            if request.stage == "generating" and request.engine == engine_id:
                 self._cancel(request, reason)
-        quarantined = self._accounting.crashes.take_quarantined(name) + self._evaluator.crashes.take_quarantined(name)
+        quarantined = self._accounting.crashes.take_quarantined(engine_id) + self._evaluator.crashes.take_quarantined(
+            engine_id
+        )
         return finished + quarantined
 
-    async def set_engine_aside(self, name: str) -> None:
+    async def set_engine_aside(self, engine_id: EngineId) -> None:
         """Send no more groups to an engine, which gets no newer version and finishes the groups that it has.
 
         Only an evaluation that names the engine still uses it.
         """
-        self._engines.close(name)
-        self._fixed_versions[name] = self._admission.version
+        self._engines.close(engine_id)
+        self._fixed_versions[engine_id] = self._admission.version
         self._resize()
 
-    async def take_engine_back(self, name: str) -> None:
+    async def take_engine_back(self, engine_id: EngineId) -> None:
         """Send groups to the engine again, which has the newest version."""
-        self._engines.reopen(name)
-        self._fixed_versions.pop(name, None)
+        self._engines.reopen(engine_id)
+        self._fixed_versions.pop(engine_id, None)
         self._resize()
 
-    async def lost_engines(self) -> Mapping[str, str]:
-        """Why, by name, for engines that do not work any more and are to be removed."""
+    async def lost_engines(self) -> Mapping[EngineId, str]:
+        """Why, by engine, for those that do not work any more and are to be removed."""
         return self._engines.lost()
 
     def _resize(self) -> None:
@@ -313,7 +315,7 @@ class Rollouter:
         self._admission.begin_version(version, self._clock())
         self._engines.forgive()
         for request in list(self._in_flight.values()):
-            newest = self._fixed_versions.get(str(request.engine), version)
+            newest = version if request.engine is None else self._fixed_versions.get(request.engine, version)
             if request.stage == "generating" and self._admission.must_cancel(request.version, newest):
                 # With "drop" the request may have spent the time in the engine's waiting queue, and with "mask" its
                 # engine got no newer version: neither shows that the prompt takes too long.
@@ -341,7 +343,7 @@ class Rollouter:
         self.ledger.check()
         return self.ledger.state()
 
-    async def evaluate(self, version: int, engine: str | None = None) -> Evaluation:
+    async def evaluate(self, version: int, engine: EngineId | None = None) -> Evaluation:
         """As `Evaluator.evaluate`; the weights must stay at `version` meanwhile."""
         try:
             return await self._evaluator.evaluate(version, engine)

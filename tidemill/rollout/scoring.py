@@ -13,7 +13,7 @@ from tidemill.protocols import Evaluation
 from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.prompts import load_held_out, load_tokenizer
 from tidemill.rollout.reward_pool import RewardPool
-from tidemill.rollout.single_engine import Relay
+from tidemill.rollout.single_engine import SingleEngine
 
 FIRST_VERSION = 0  # of an engine that nobody has sent weights
 
@@ -37,17 +37,17 @@ async def answer_held_out(config: RunConfig, folder: Path) -> Evaluation:
     held_out = load_held_out(config.data, tokenizer, config.seed, Locator.of(config).fetch_file)
     rewards = RewardPool(config.rewards)
     settings = config.rollout, config.data.max_prompt_tokens, config.seed, config.sync.transport
-    relay = Relay(lambda: VllmEngine(str(folder), *settings))
+    engine = SingleEngine(lambda: VllmEngine(str(folder), *settings))
     try:
         await rewards.start()  # first, because an engine takes what starts beside it for its own, and ends it with it
-        await relay.start()
+        await engine.start()
         evaluator = Evaluator(
             config,
             held_out,
-            relay.pool,
+            engine.pool,
             rewards,
             lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)),
         )
-        return await relay.during(evaluator.evaluate(FIRST_VERSION), evaluator.crashes.take_quarantined)
+        return await engine.during(evaluator.evaluate(FIRST_VERSION), evaluator.crashes.take_quarantined)
     finally:
-        await asyncio.gather(rewards.close(), relay.end())
+        await asyncio.gather(rewards.close(), engine.end())

@@ -1,4 +1,4 @@
-"""One engine at a time, and another in place of one that dies: for scores outside of a run, where there is no fleet."""
+"""One engine at a time, and a new one in place of one that dies: for scores outside of a run, which need no fleet."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, Protocol, TypeVar
 
 from tidemill.errors import EngineError
 from tidemill.protocols import Engine
+from tidemill.records import EngineId
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import LOSSES, CrashLoop
 from tidemill.rollout.group_request import TIMEOUTS
 
-PLACE = "the engine"
+SLOT = EngineId(0)
 T = TypeVar("T")
 
 
@@ -30,7 +31,7 @@ class Runner(Engine, Protocol):
         ...
 
 
-class Relay:
+class SingleEngine:
     """Keeps one engine in a pool.
 
     Args:
@@ -42,9 +43,9 @@ class Relay:
 
     def __init__(self, make: Callable[[], Runner]) -> None:
         self._make, self._engine = make, make()
-        self._names = (f"engine {number}" for number in itertools.count())
+        self._ids = map(EngineId, itertools.count())
         self._crashes = CrashLoop(time.monotonic)
-        self.pool = EnginePool([])
+        self.pool = EnginePool({})
 
     async def start(self) -> None:
         """Start the engine.
@@ -53,13 +54,13 @@ class Relay:
             EngineError: it could not.
         """
         await self._engine.start()
-        self.pool.add(next(self._names), self._engine)
+        self.pool.add(next(self._ids), self._engine)
 
     async def end(self) -> None:
         """End the engine."""
         await self._engine.shutdown()
 
-    async def during(self, work: Coroutine[Any, Any, T], explained: Callable[[str], int]) -> T:
+    async def during(self, work: Coroutine[Any, Any, T], explained: Callable[[EngineId], int]) -> T:
         """Do some work on the pool; an engine that dies under it is replaced.
 
         Args:
@@ -78,13 +79,13 @@ class Relay:
             keeping.cancel()
             await asyncio.wait([working, keeping])
 
-    async def _keep(self, explained: Callable[[str], int]) -> Any:
+    async def _keep(self, explained: Callable[[EngineId], int]) -> Any:
         """Never returns."""
         while True:
-            name, why = await self.pool.loss()
-            await self.pool.quiet(name, TIMEOUTS.answer_s)
-            finished = self.pool.remove(name) + explained(name)
-            if self._crashes.lost(PLACE, finished) >= LOSSES:
+            engine_id, why = await self.pool.loss()
+            await self.pool.quiet(engine_id, TIMEOUTS.answer_s)
+            finished = self.pool.remove(engine_id) + explained(engine_id)
+            if self._crashes.lost(SLOT, finished) >= LOSSES:
                 raise EngineError(f"{LOSSES} engines in a row died without finishing a request: {why}")
             await self._engine.shutdown()
             self._engine = self._make()

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 from tidemill.errors import EngineLostError
 from tidemill.protocols import Evaluation, Generation
+from tidemill.records import EngineId
 
 Mode = Literal["blocking", "concurrent", "spare"]
 
@@ -24,11 +25,11 @@ Mode = Literal["blocking", "concurrent", "spare"]
 class Spares(Protocol):
     """Who can set an engine aside: `rollout.fleet.Fleet`."""
 
-    async def set_aside(self) -> str | None:
+    async def set_aside(self) -> EngineId | None:
         """Take an engine out of rotation and publications as it is; None if it is the only one."""
         ...
 
-    async def take_back(self, name: str) -> None:
+    async def take_back(self, engine: EngineId) -> None:
         """Give it the newest version, and then groups again."""
         ...
 
@@ -48,7 +49,7 @@ class Validation:
     evaluated: Callable[[int, Evaluation], None]
     notice: Callable[[str], None]
     _task: asyncio.Task[None] | None = field(default=None, repr=False)
-    _spare: str | None = None
+    _spare: EngineId | None = None
 
     @property
     def holds_sync(self) -> bool:
@@ -85,7 +86,7 @@ class Validation:
             await asyncio.wait([self._task])
             self._task = None
 
-    async def _score(self, step: int, version: int, spare: str | None) -> None:
+    async def _score(self, step: int, version: int, spare: EngineId | None) -> None:
         if spare is None:
             self.evaluated(step, await self.generation.evaluate(version))
             return

@@ -1,0 +1,34 @@
+"""Engines that a synchronizer brings versions to, without a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tidemill.protocols import Engine, PauseMode
+from tidemill.records import EngineId
+from tidemill.weights.synchronizer import Synchronizer
+
+
+class SyncRig:
+    """Keeps the membership as the fleet does: engines that are lost in a publication are left out."""
+
+    def __init__(self, synchronizer: Synchronizer, *engines: Engine) -> None:
+        self.synchronizer = synchronizer
+        self.engines = {EngineId(number): engine for number, engine in enumerate(engines)}
+        self.lost: dict[EngineId, str] = {}
+
+    async def publish(
+        self, version: int, mode: PauseMode, exported: Callable[[], None] = lambda: None
+    ) -> Mapping[str, float]:
+        adopted = await self.synchronizer.publish(self.engines.copy, version, mode, exported)
+        self.lost = {engine_id: str(error) for engine_id, error in adopted.lost.items()}
+        for engine_id in adopted.lost:
+            del self.engines[engine_id]
+        return adopted.metrics
+
+    async def join(self, number: int, engine: Engine) -> None:
+        async with self.synchronizer.joining(EngineId(number), engine):
+            self.engines[EngineId(number)] = engine
+
+    def close(self) -> None:
+        self.synchronizer.close()
