@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from tidemill/config/; `--check` only says whether it is current."""
+"""Writes docs/configuration.md and docs/verl_settings.md from the code; `--check` only compares them."""
 
 from __future__ import annotations
 
@@ -9,34 +9,40 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tidemill.config.run import fields
+from tidemill.verl.rules import RULES, Becomes, LeftOut, Never, Only, Part, Rule, either
 
-PAGE = Path(__file__).with_name("configuration.md")
-INTRODUCTION = """# Configuration
+CONFIGURATION = """# Configuration
 
-A run is one YAML file; `tidemill run FILE key.path=value ...` overrides single keys, and a number in the path
-indexes a list (`rewards.0.timeout_s=5`). Unknown keys and impossible combinations are refused before anything starts.
-`examples/` has files to start from; the settings a run was made with stand in `runs/NAME/config.yaml`.
+A run is one YAML file. `tidemill run FILE key.path=value ...` overrides single keys; a number in the path indexes a
+list (`rewards.0.timeout_s=5`). Unknown keys and impossible combinations are refused before anything starts. `examples/`
+has files to start from, and `runs/NAME/config.yaml` holds the settings of a run.
 
-`tidemill run --resume NAME key.path=value ...` goes on with other settings: more `trainer.steps`, another learning
-rate, other engines. What its checkpoints depend on stays as it was, and a change is refused: `model`, `seed`, `data`,
-`rewards` (but for `timeout_s`), `algorithm`, `asynchrony`, and `trainer.ppo_mini_batch_size`. Those need a new run.
-Settings that are refused leave `config.yaml` as it was.
+`tidemill run --resume NAME key.path=value ...` continues a run with other settings: more `trainer.steps`, another
+learning rate, other engines. A change of a setting that its checkpoints depend on is refused and needs a new run:
+`model`, `seed`, `data`, `rewards` (except `timeout_s`), `algorithm`, `asynchrony` and `trainer.ppo_mini_batch_size`.
+Refused settings leave `config.yaml` unchanged.
 
 This page is generated from `tidemill/config/` (`make golden`).
 """
+VERL_SETTINGS = """# Every setting of verl
+
+What `tidemill convert-verl` does with the settings of verl's fully asynchronous trainer; [from_verl.md](from_verl.md)
+explains the command. A star stands for any rest of the name. A setting that is not on this page is refused, unless it
+has verl's own default.
+
+This page is generated from `tidemill/verl/rules.py` (`make golden`).
+"""
 
 
-def page() -> str:
-    """The whole page: one table for the top level and one for every section."""
-    return "\n".join([INTRODUCTION, *tables()]).rstrip() + "\n"
-
-
-def tables() -> Iterator[str]:
-    """One table a section, in the order of the file."""
+def configuration() -> Iterator[str]:
+    """The table of the top level, and one for every section, in the order of a run file."""
+    yield CONFIGURATION
     section: type[BaseModel] | None = None
     order = list(dict.fromkeys(owner for _, owner, _ in fields()))
     for key, owner, name in sorted(fields(), key=lambda knob: order.index(knob[1])):
@@ -45,6 +51,30 @@ def tables() -> Iterator[str]:
             yield f"\n## {heading(key)}\n\n{inspect.getdoc(owner)}\n"
             yield "| Key | Type | Default | Meaning |\n|---|---|---|---|"
         yield row(key, owner, name)
+
+
+def verl_settings() -> Iterator[str]:
+    """A table for each kind of rule; settings that are treated alike share a row."""
+    yield VERL_SETTINGS
+    for heading, column, kinds in (
+        ("Converted", "Tidemill", (Becomes, Part)),
+        ("Only one value", "Only", (Only,)),
+        ("Left out", "Why", (LeftOut,)),
+        ("Refused", "Why", (Never,)),
+    ):
+        rows: dict[str, list[str]] = {}
+        for key, rule in RULES.items():
+            if isinstance(rule, kinds):
+                rows.setdefault(counterpart(rule), []).append(f"`{key}`")
+        yield f"\n## {heading}\n\n| verl | {column} |\n|---|---|"
+        yield from (f"| {', '.join(keys)} | {text} |" for text, keys in rows.items())
+
+
+def counterpart(rule: Rule) -> str:
+    """The effect of a rule, as a cell of the table."""
+    if isinstance(rule, Becomes | Part):
+        return ", ".join(f"`{key}`" for key in rule.key.split(", "))
+    return f"`{either(rule.values)}`: {rule.why}" if isinstance(rule, Only) else rule.why
 
 
 def heading(key: str) -> str:
@@ -84,31 +114,34 @@ def type_name(annotation: Any) -> str:
 
 
 def bounds(metadata: tuple[Any, ...]) -> str:
-    """What an annotated number or text is limited to."""
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    """The limits of an annotated number."""
     found: dict[str, Any] = {}
     for item in metadata:
-        for constraint in item.metadata if hasattr(item, "metadata") else [item]:
-            found |= {sign: vars_of(constraint)[name] for name, sign in signs.items() if name in vars_of(constraint)}
-    return "".join(f" {sign} {value}" for sign, value in found.items())
-
-
-def vars_of(constraint: Any) -> dict[str, Any]:
-    """The attributes of an annotated-types constraint, which has slots and no `__dict__`."""
-    names = ("ge", "gt", "le", "lt")
-    return {name: getattr(constraint, name) for name in names if hasattr(constraint, name)}
+        for constraint in item.metadata if isinstance(item, FieldInfo) else [item]:
+            match constraint:
+                case Ge(limit):
+                    found["≥"] = limit
+                case Gt(limit):
+                    found[">"] = limit
+                case Le(limit):
+                    found["≤"] = limit
+                case Lt(limit):
+                    found["<"] = limit
+    return "".join(f" {sign} {limit}" for sign, limit in found.items())
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with `--check` compare it; 1 if it is out of date."""
-    text = page()
-    if arguments != ["--check"]:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
-    if not current:
-        sys.stderr.write(f"{PAGE} is out of date: run `make golden`\n")
-    return 0 if current else 1
+    """Write the pages, or with `--check` compare them; 1 if one is out of date."""
+    status = 0
+    for name, lines in (("configuration.md", configuration()), ("verl_settings.md", verl_settings())):
+        path = Path(__file__).with_name(name)
+        text = "\n".join(lines).rstrip() + "\n"
+        if arguments != ["--check"]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            sys.stderr.write(f"{path} is out of date: run `make golden`\n")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -15,29 +19,45 @@ from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig, fields
 from tidemill.errors import ConfigError
 from tidemill.verl.convert import convert
-from tidemill.verl.rule import Becomes, LeftOut, Never, Only, Part
-from tidemill.verl.rules import DEFAULTS, PREFIXES, RULES, rule_of
+from tidemill.verl.hydra import read_settings
+from tidemill.verl.rules import RULES, UNLIKE, Becomes, Part, rule_of
 
 SCRIPT = Path(__file__).with_name("math_7b_async.sh")
 PAGE = Path(__file__).parents[2] / "docs/from_verl.md"
-SMALL = (
-    "python -m verl.main actor_rollout_ref.model.path=m data.train_files=a.parquet algorithm.adv_estimator=grpo "
-    "actor_rollout_ref.rollout.n=4 rollout.total_rollout_steps=1024 "
-)
+SMALL = [
+    "actor_rollout_ref.model.path=m",
+    "data.train_files=a.parquet",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=4",
+    "rollout.total_rollout_steps=1024",
+]
+HOME = {"HOME": "/home/me"}
 
 
-def config(*settings: str, script: str = SMALL) -> RunConfig:
-    return parse_config(convert(script, settings, {"HOME": "/home/me"}))
+def config(*overrides: str, settings: Sequence[str] = ()) -> RunConfig:
+    return parse_config(convert([*SMALL, *overrides], settings, HOME))
 
 
-def refusal(*settings: str, script: str = SMALL) -> str:
+def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        convert(script, settings, {})
+        convert([*SMALL, *overrides], [], {})
     return str(caught.value)
 
 
-def test_the_example_script_becomes_the_run_that_it_describes() -> None:
-    run = config(script=SCRIPT.read_text(encoding="utf-8"))
+def script_overrides(folder: Path, *arguments: str) -> list[str]:
+    """What the shell passes to the command that takes the place of verl's in the example script."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    command = "ray job submit -- python3 -m verl.experimental.fully_async_policy.fully_async_main"
+    assert command in text
+    script = folder / "script.sh"
+    script.write_text(text.replace(command, "printf '%s\\0'").replace("run.log", "words"), encoding="utf-8")
+    environment = HOME | {"PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "script.sh", *arguments], check=True, capture_output=True, cwd=folder, env=environment)
+    return (folder / "words").read_text(encoding="utf-8").split("\0")[:-1]
+
+
+def test_the_example_script_becomes_the_run_that_it_describes(tmp_path: Path) -> None:
+    run = parse_config(convert(script_overrides(tmp_path), [], HOME))
     assert (run.name, run.model) == ("math-7b-async", "/home/me/verl/models/Qwen2.5-Math-7B")
     assert (run.data.train, run.data.answer_key) == ("/home/me/verl/data/math.parquet", "reward_model.ground_truth")
     a = run.asynchrony
@@ -50,14 +70,16 @@ def test_the_example_script_becomes_the_run_that_it_describes() -> None:
     assert run.trainer.micro_batch_tokens == (2048 + 8192) * 2
 
 
-def test_every_setting_of_the_script_is_taken_over_or_listed() -> None:
-    text = SCRIPT.read_text(encoding="utf-8")
-    keys = re.findall(r"^\s+([a-z_]+\.[a-z_.]+)=", text, re.MULTILINE)
-    printed = convert(text, [], {"HOME": "/home/me"})
+def test_every_setting_of_the_script_is_converted_or_listed_unless_it_is_a_default(tmp_path: Path) -> None:
+    keys = [word.partition("=")[0] for word in script_overrides(tmp_path) if not word.startswith("--")]
+    printed = convert(script_overrides(tmp_path), [], HOME)
+    defaults = read_settings([], None, {})[1]
+    given = read_settings(script_overrides(tmp_path), None, HOME)[0]
     listed = [key for key in keys if f"#   {key} = " in printed]
-    taken = [key for key in keys if isinstance(rule_of(key), Becomes | Part)]
-    assert len(keys) > 40
-    assert sorted(listed + taken) == sorted(keys)
+    converted = [key for key in keys if isinstance(rule_of(key), Becomes | Part)]
+    silent = [key for key in keys if key not in listed + converted and given[key] == defaults[key]]
+    assert len(keys) > 40 and len(silent) < 8
+    assert sorted(listed + converted + silent) == sorted(keys)
 
 
 def test_what_a_script_leaves_out_is_as_verl_has_it() -> None:
@@ -131,7 +153,7 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("actor_rollout_ref.actor.entropy_coeff=0.001", "there is no entropy bonus"),
         ("algorithm.rollout_correction.rollout_is=token", "only with bypass_mode=False"),
         ("algorithm.rollout_correction.rollout_is=sequence", "only token"),
-        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "only a number from 0 on"),
+        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "only a number of at least 0"),
         ("algorithm.rollout_correction.rollout_is_batch_normalize=True", "truncated, not normalised"),
         ("algorithm.rollout_correction.rollout_rs=token_k1", "no token is rejected"),
         ("algorithm.rollout_correction.bypass_mode=maybe", "only True or False"),
@@ -139,10 +161,10 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("algorithm.filter_groups.enable=True", "only False"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=maybe", "only True or False"),
         ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "own config.json"),
-        ("trainer.total_epochs=$(nproc)", "only running the script could tell"),
+        ("trainer.total_epochs=${now:%j}", "only Hydra can tell"),
         ("trainer.nnodes=many", "only a number"),
         ("async_training.partial_rollout=1", "only True or False"),
-        ("async_training.staleness_threshold=-0.5", "only a number from 0 on"),
+        ("async_training.staleness_threshold=-0.5", "only a number of at least 0"),
         ("async_training.nonsense=1", "not known"),
         ("model_engine=megatron", "only dp"),
         ("trainer.v1.sampler.max_off_policy_threshold=4", "V1 trainer"),
@@ -152,7 +174,7 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32", "fsdp_config.dtype"),
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "its own router"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "only null or auto"),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm={kv_cache_dtype: fp8}", "each by itself"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm={kv_cache_dtype: fp8}", "only null or auto"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8", "weights as they are"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.rope_theta=1000000", "own config.json"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.logits_processors=[a.b]", "the distribution"),
@@ -160,24 +182,23 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "a divisor of the 8 GPUs"),
         ("async_training.trigger_parameter_sync_step=null", "only a value"),
         ("actor_rollout_ref.actor.clip_ratio_high=null", "only a value"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=null", "only a number from 0 on"),
-        ("trainer.experiment_name=\\${trainer.project_name}_1", "only running the script could tell"),
-        ("async_training.staleness_threshold=inf", "only a number from 0 on"),
-        ("data.train_files=['a.parquet','b.parquet']", "only one file: put the rows of all into one"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=null", "only a number of at least 0"),
+        ("async_training.staleness_threshold=inf", "only a number of at least 0"),
+        ("data.train_files=['a.parquet','b.parquet']", "only one file: put the rows of all files into one"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(setting: str, why: str) -> None:
-    message = refusal(script=f'{SMALL} "{setting}"')
+    message = refusal(setting)
     assert setting.lstrip("+").partition("=")[0] in message
     assert why in message
 
 
 def test_all_refused_settings_are_named_at_once_and_can_be_replaced_or_taken_out() -> None:
-    script = f"{SMALL} algorithm.gae=1 actor_rollout_ref.rollout.top_k=20"
-    message = refusal(script=script)
+    overrides = ("algorithm.gae=1", "actor_rollout_ref.rollout.top_k=20")
+    message = refusal(*overrides)
     named = ("settings that do not convert = 2:", "algorithm.gae = 1", "actor_rollout_ref.rollout.top_k = 20")
     assert all(part in message for part in named)
-    assert config("~algorithm.gae", "actor_rollout_ref.rollout.top_k=-1", script=script).model == "m"
+    assert config(*overrides, "~algorithm.gae", "actor_rollout_ref.rollout.top_k=-1").model == "m"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +238,7 @@ def test_a_step_of_several_mini_batches_has_as_many_optimizer_steps_as_in_verl()
 def test_a_group_is_as_large_as_verl_makes_it() -> None:
     assert config("actor_rollout_ref.rollout.n=16", "rollout.n=4").rollout.group_size == 16
     message = refusal("~actor_rollout_ref.rollout.n", "rollout.n=4")
-    assert "actor_rollout_ref.rollout.n = 1 (verl's default): only a number from 2 on" in message
+    assert "actor_rollout_ref.rollout.n = 1 (verl's default): only a number of at least 2" in message
 
 
 def test_the_data_is_read_as_often_as_in_verl() -> None:
@@ -237,7 +258,7 @@ def test_rewards_are_read_where_earlier_and_later_versions_of_verl_have_them(pla
     assert [reward.function for reward in on.rewards] == ["math_verify", "overlong"]
     assert on.rewards[1].options == {"budget": 8192, "buffer": 4096, "penalty": 0.5}
     message = refusal("custom_reward_function.path=a.py")
-    assert "custom_reward_function.path = a.py: only null; name a function" in message
+    assert "custom_reward_function.path = a.py: only null; take it out, and name the function" in message
 
 
 @pytest.mark.parametrize(
@@ -246,7 +267,7 @@ def test_rewards_are_read_where_earlier_and_later_versions_of_verl_have_them(pla
         ("~reward.reward_kwargs.max_resp_len", "reward_kwargs.max_resp_len: not given, and needed"),
         ("reward.reward_kwargs.overlong_buffer_cfg.len=0", "len = 0: only from 1 to max_resp_len = 8192"),
         ("reward.reward_kwargs.overlong_buffer_cfg.len=9000", "len = 9000: only from 1 to max_resp_len = 8192"),
-        ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=big", "only a number from 0 on"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=big", "only a number of at least 0"),
     ],
 )
 def test_punishment_of_long_responses_is_converted_with_all_of_its_numbers_or_refused(setting: str, why: str) -> None:
@@ -257,7 +278,7 @@ def test_punishment_of_long_responses_is_converted_with_all_of_its_numbers_or_re
 
 
 @given(
-    key=st.sampled_from([*RULES, *(f"{prefix}x" for prefix in PREFIXES), "a.b"]),
+    key=st.sampled_from([*(name.replace("*", "x") for name in RULES), "a.b"]),
     value=st.one_of(
         st.sampled_from(["", "null", "nan", "inf", "True", "[1]", "{a: 1}", "[a", "*a", "2024-13-45", "${a.b}", "-1"]),
         st.text(max_size=8),
@@ -265,16 +286,16 @@ def test_punishment_of_long_responses_is_converted_with_all_of_its_numbers_or_re
 )
 def test_any_value_is_taken_over_listed_or_refused(key: str, value: str) -> None:
     try:
-        printed = convert(SMALL, [f"{key}={value}"], {})
+        printed = convert([*SMALL, f"{key}={value}"], [], {})
     except ConfigError:
         return
     assert parse_config(printed)
 
 
 def test_a_setting_without_a_value_is_listed() -> None:
-    printed = convert(SMALL, ["trainer.max_actor_ckpt_to_keep=null"], {})
-    assert "#   trainer.max_actor_ckpt_to_keep = None: sets nothing" in printed
-    assert parse_config(printed).checkpoint.keep == config().checkpoint.keep
+    printed = convert([*SMALL, "data.prompt_key=null"], [], {})
+    assert "#   data.prompt_key = None: sets nothing" in printed
+    assert parse_config(printed).data.prompt_key == config().data.prompt_key
 
 
 def test_two_settings_that_contradict_each_other_are_refused() -> None:
@@ -302,12 +323,10 @@ def test_every_rule_names_a_setting_of_ours_that_exists() -> None:
     assert sorted(set(named) - ours) == []
 
 
-def test_every_rule_stands_on_the_page() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    missing = [key for key in [*RULES, *PREFIXES] if f"`{key}`" not in page and f"`{key}*`" not in page]
-    assert missing == []
-    assert [key for key in DEFAULTS if rule_of(key) is None] == []
-    assert all(isinstance(rule, LeftOut | Only | Becomes | Never | Part) for rule in RULES.values())
+def test_every_rule_is_on_the_page() -> None:
+    page = PAGE.with_name("verl_settings.md").read_text(encoding="utf-8")
+    assert [key for key in RULES if f"`{key}`" not in page] == []
+    assert [key for key in UNLIKE if rule_of(key) is None] == []
 
 
 def test_the_metrics_that_those_of_verl_are_compared_with_exist() -> None:
@@ -318,39 +337,50 @@ def test_the_metrics_that_those_of_verl_are_compared_with_exist() -> None:
     assert len(rows) > 10 and [name for name in named if f"`{name}`" not in documented] == []
 
 
-TREE = """
-defaults:
-  - ppo_trainer
-  - _self_
-actor_rollout_ref:
-  model: {path: m}
-  rollout: {n: 4, name: vllm}
-  actor:
-    optim: {lr: 2e-6}
-data:
-  train_files: [a.parquet]
-algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}
-rollout: {total_rollout_steps: 1024}
-trainer: {project_name: "a: b", logger: [console, wandb], val_before_train: null}
-"""
+def test_a_setting_at_the_default_of_verl_passes_silently() -> None:
+    silent = ("actor_rollout_ref.rollout.repetition_penalty=1.0", "critic.strategy=fsdp", "trainer.use_v1=True")
+    assert convert([*SMALL, *silent], [], {}) == convert(SMALL, [], {})
+    assert "only 1; a penalty changes" in refusal("actor_rollout_ref.rollout.repetition_penalty=1.1")
 
 
-def test_a_file_of_settings_is_read_as_a_command_is() -> None:
-    run = config("actor_rollout_ref.rollout.n=8", script=TREE)
-    assert (run.model, run.data.train, run.rollout.group_size) == ("m", "a.parquet", 8)
-    assert (run.trainer.learning_rate, run.tracking.experiment) == (2e-6, "a: b")
-    assert run.algorithm.normalize_std is False
-    written = yaml.safe_dump(SMALL.split()[3:])  # as Hydra leaves it in .hydra/overrides.yaml
-    assert config(script=written) == config()
-    assert "'x@data'" in refusal(script=TREE.replace("  - ppo_trainer", "  - x@data"))
-    assert "rollout.nonsense = 1: not known" in refusal(script=TREE.replace("total_rollout_steps: 1024", "nonsense: 1"))
+def test_all_defaults_of_verl_written_out_make_the_same_run(tmp_path: Path) -> None:
+    """As in the file that verl generates of its whole configuration."""
+    tree = yaml.safe_load(files("tidemill.verl").joinpath("defaults.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "verl.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    printed = convert([*SMALL, "~data.val_files"], [], HOME, tmp_path / "verl.yaml")
+    given, expected = parse_config(printed), config()
+    assert (given.rollout.dtype, given.trainer.precision, given.evaluation.every) == ("bfloat16", "bfloat16", 0)
+    set_by_the_file = {"rollout": {"dtype"}, "trainer": {"precision"}, "tracking": {"experiment"}}
+    assert given.model_dump(exclude=set_by_the_file) == expected.model_dump(exclude=set_by_the_file)
+    assert printed.partition("# Left out")[2].count("#   ") == 1  # algorithm.adv_estimator, which is not verl's default
 
 
-def test_the_command_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert-verl", str(SCRIPT), "trainer.experiment_name=other"]) == 0
+@pytest.mark.parametrize("place", ["", "reward."])
+def test_arguments_of_a_reward_function_become_its_options(place: str) -> None:
+    kwargs = f"+{place}custom_reward_function.reward_kwargs"
+    run = config(f"{kwargs}.format_weight=0.5", f"{kwargs}.a.b=x", settings=["rewards.0.function=my_rewards:score"])
+    assert run.rewards[0].function == "my_rewards:score"
+    assert run.rewards[0].options == {"format_weight": 0.5, "a": {"b": "x"}}
+    assert config(f"{kwargs}={{format_weight: 0.5}}").rewards[0].options == {"format_weight": 0.5}
+    assert "rewards.0.function" in convert([*SMALL, f"{kwargs}.format_weight=0.5"], [], {})
+
+
+def test_settings_of_tidemill_replace_what_the_command_says() -> None:
+    run = config(settings=["trainer.learning_rate=2e-6", "cluster.provider=existing", "rollout.group_size=6"])
+    assert (run.trainer.learning_rate, run.cluster.provider, run.rollout.group_size) == (2e-6, "existing", 6)
+    with pytest.raises(ConfigError, match=r"^trainer\.setps"):
+        config(settings=["trainer.setps=3"])
+
+
+def test_the_command_prints_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "verl.yaml").write_text("actor_rollout_ref: {rollout: {n: 16}}\ntrainer: {experiment_name: a}")
+    options = ["--config-path=config", "--config-name", "fully_async_ppo_trainer.yaml", "--config"]
+    assert main(["convert-verl", *options, str(tmp_path / "verl.yaml"), *SMALL, "trainer.experiment_name=other"]) == 0
     printed = capsys.readouterr().out
-    assert yaml.safe_load(printed)["name"] == "other"
+    assert (yaml.safe_load(printed)["name"], yaml.safe_load(printed)["rollout"]["group_size"]) == ("other", 4)
     assert "# Left out of the verl command:" in printed
-    assert main(["convert-verl", "missing.sh"]) == 2
-    assert main(["convert-verl", str(SCRIPT), "data.train_batch_size=64"]) == 2
+    assert main(["convert-verl", *SMALL, "--set", "name=mine", "--set", "rollout.group_size=8"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["name"] == "mine"
+    assert main(["convert-verl", "--config", "missing.yaml"]) == 2
+    assert main(["convert-verl", *SMALL, "data.train_batch_size=64"]) == 2
     assert "data.train_batch_size = 64: only 0" in capsys.readouterr().err

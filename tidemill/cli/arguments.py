@@ -86,11 +86,12 @@ of them is the second.
   tidemill schedule --delete nightly
 """
 CONVERT_VERL = """
-Reads the key=value settings of the verl command in a shell script, without running it, and prints them as a run file:
-each is taken over, listed as left out, or refused by name. docs/from_verl.md has the whole table.
+Prints the run file of a verl command. Write `tidemill convert-verl` in the place of `python3 -m verl....main` in your
+script and run the script, so that the shell expands the settings. Each is converted, listed as left out, or refused by
+name. docs/from_verl.md has the whole table.
 
-  tidemill convert-verl dapo_7b_math.sh > run.yaml
-  tidemill convert-verl dapo_7b_math.sh trainer.n_gpus_per_node=4 ~reward_model.reward_manager > run.yaml
+  tidemill convert-verl actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=train.parquet ... > run.yaml
+  tidemill convert-verl --config .hydra/config.yaml trainer.n_gpus_per_node=4 ~trainer.logger > run.yaml
 """
 STATUS = """
 Where a run stands: phase, step, what its pods wait for, GPUs and GPU hours, and why it failed. The cluster is that of
@@ -182,11 +183,17 @@ def run_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         command.add_argument("file", help="the run, as YAML")
         settings(command)
 
-    convert = add(commands, "convert-verl", "make a run file from a verl script", CONVERT_VERL)
-    convert.add_argument("script", help="shell script with one verl command, or a YAML file of its settings")
+    convert = add(commands, "convert-verl", "make a run file from a verl command", CONVERT_VERL)
     convert.add_argument(
-        "settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of verl, which stand last"
+        "settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of verl: KEY=VALUE, +KEY=VALUE, ~KEY"
     )
+    convert.add_argument("--config", metavar="FILE", help="Hydra YAML file that the settings are applied to")
+    convert.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of the run file; may be repeated"
+    )
+    # Options of Hydra, which verl's scripts give.
+    convert.add_argument("--config-name", "-cn", help=argparse.SUPPRESS)
+    convert.add_argument("--config-path", "-cp", help=argparse.SUPPRESS)
 
 
 def model_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -94,12 +94,11 @@ def schedule(arguments: argparse.Namespace) -> int:
 
 
 def convert_verl(arguments: argparse.Namespace) -> int:
-    """A run file from a verl script."""
+    """A run file from a verl command."""
     from tidemill.verl.convert import convert
 
-    try:
-        script = Path(arguments.script).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("SCRIPT", arguments.script, "a readable shell script", f"{error}.") from error
-    print(convert(script, arguments.settings, os.environ), end="")
+    chosen = {"--config-name": arguments.config_name, "--config-path": arguments.config_path}
+    options = [f"{option}={value}" for option, value in chosen.items() if value is not None]
+    config = None if arguments.config is None else Path(arguments.config)
+    print(convert([*options, *arguments.settings], arguments.set, os.environ, config), end="")
     return 0

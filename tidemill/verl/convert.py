@@ -1,45 +1,60 @@
-"""Converts a verl command to our YAML: every setting is taken over, listed as left out, or refused by name."""
+"""Converts a verl command to a run file: every setting is converted, listed as left out, or refused by name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tidemill.config.reading import parse_config
+from tidemill.config.reading import apply_override, parse_config
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError
-from tidemill.verl.rule import Becomes, LeftOut, Never, Only, Part, either
-from tidemill.verl.rules import DEFAULTS, rule_of
-from tidemill.verl.script import read_settings
-from tidemill.verl.word import Text, Unknown
+from tidemill.verl.hydra import Unresolved, read_settings, verl_defaults
+from tidemill.verl.rules import (
+    ACTOR,
+    CORRECTION,
+    KWARGS,
+    OVERLONG,
+    REWARD_PLACES,
+    ROLLOUT,
+    UNLIKE,
+    Becomes,
+    LeftOut,
+    Never,
+    Only,
+    Part,
+    either,
+    rule_of,
+)
 
 REQUIRED = {
     "actor_rollout_ref.model.path": "not given, and needed",
     "data.train_files": "not given, and needed",
-    "rollout.total_rollout_steps": "needed as a number: prompts times epochs, if it is to be all of them",
+    "rollout.total_rollout_steps": "needed as a number: prompts times epochs for all of them",
 }
-REWARD_PLACES = ("reward_model.", "reward.")  # of earlier and of later versions
-ANSWER = "reward_model.ground_truth"  # where verl's files keep the reference answer
+ANSWER = "reward_model.ground_truth"
+"""The column with the reference answer in verl's files."""
 LOOK_AT = (
-    "rewards: verl chooses by data_source; math_verify stands here. Name your functions.",
+    "rewards: verl chooses a reward by data_source; math_verify stands for it here. Name your functions.",
     "asynchrony.max_staleness: a hard bound on every token, which verl does not have; see docs/from_verl.md.",
-    "rollout.group_timeout_s, trainer.get_timeout_s: verl waits for ever. Long responses may need more.",
+    "rollout.group_timeout_s, trainer.get_timeout_s: verl waits without a deadline. Long responses may need more.",
 )
+LOOK_AT_OPTIONS = "rewards.0.options: verl's reward_kwargs. Let rewards.0.function name the function that takes them."
 
 
 @dataclass(slots=True)
 class Conversion:
-    """What became of a command.
+    """The result of a conversion so far.
 
     Attributes:
-        ours: value by our dotted key.
+        ours: value by key of Tidemill.
         left_out: reason by `key = value` of verl.
         refused: reason by `key = value` of verl.
-        rewards: functions, each with its options.
+        rewards: the reward functions, each with its options.
     """
 
     ours: dict[str, Any] = field(default_factory=dict)
@@ -47,114 +62,115 @@ class Conversion:
     refused: dict[str, str] = field(default_factory=dict)
     rewards: list[dict[str, Any]] = field(default_factory=lambda: [{"function": "math_verify"}])
 
-    def yaml(self) -> str:
-        """A run file that says above what was left out and what to look at.
+    def yaml(self, settings: Sequence[str]) -> str:
+        """The run file, with notices as comments above it.
 
         Raises:
-            ConfigError: the settings do not go together.
+            ConfigError: the settings do not fit together.
         """
-        tree: dict[str, Any] = {}
-        for key, value in self.ours.items():
-            section, _, name = key.rpartition(".")
-            (tree.setdefault(section, {}) if section else tree)[name] = value
+        tree = nested(self.ours)
         tree["data"]["answer_key"] = ANSWER
         tree["rewards"] = self.rewards
-        ordered = {name: tree[name] for name in RunConfig.model_fields if name in tree}
+        for setting in settings:
+            apply_override(tree, setting)
+        ordered = {name: tree.pop(name) for name in RunConfig.model_fields if name in tree} | tree
         text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)
         parse_config(text)
-        left = [f"{setting}: {why}" for setting, why in self.left_out.items()]
-        return "\n".join([*comment("Look at", LOOK_AT), *comment("Left out of the verl command", left), "", text])
+        left_out = [f"{setting}: {why}" for setting, why in self.left_out.items()]
+        look_at = [*LOOK_AT, *([LOOK_AT_OPTIONS] if "options" in self.rewards[0] else [])]
+        return "\n".join([*comment("Look at", look_at), *comment("Left out of the verl command", left_out), "", text])
 
 
-def comment(title: str, lines: Sequence[str]) -> Iterator[str]:
-    """A list as YAML comments, each on one line whatever the values of a script are."""
-    if lines:
-        yield f"# {title}:"
-        yield from ("#   " + "".join(filter(str.isprintable, " ".join(line.split()))) for line in lines)
+def convert(
+    overrides: Sequence[str], settings: Sequence[str], environment: Mapping[str, str], config: Path | None = None
+) -> str:
+    """The run file of a verl command, as YAML with notices in comments.
 
-
-def convert(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The run file for a script with a verl command; see `read_settings` for the arguments.
+    Args:
+        overrides: the words of verl's command after its module, see `read_settings`.
+        settings: `key.path=value` of Tidemill, which replace values of the run file.
+        environment: variables for `${oc.env:NAME}` and `~/`.
+        config: a Hydra YAML file that the overrides are applied to.
 
     Raises:
         ConfigError: naming every setting without a counterpart.
     """
-    settings = read_settings(script, arguments, environment)
+    given, defaults = read_settings(overrides, config, environment)
     done = Conversion()
-    known: dict[str, Any] = {}
-    for key, text in settings.items():
-        value = parse(text)
+    changed = {key: value for key, value in given.items() if not same(value, defaults.get(key)) or key not in defaults}
+    for key, value in changed.items():
         take(done, key, value)
-        known[key] = value
-    for key, value in DEFAULTS.items():
-        if key not in settings:
-            known[key] = value
-            if not is_said(done, key):
-                take(done, key, value, "verl's default")
-    done.refused |= {key: why for key, why in REQUIRED.items() if known.get(key) is None}
+    for key in [*(key for key in given if key not in changed), *(key for key in UNLIKE if key not in given)]:
+        take_default(done, key, defaults[key], "" if key in given else " (verl's default)")
+    needed = {**{key: defaults[key] for key in UNLIKE}, **given}
+    done.refused |= {key: why for key, why in REQUIRED.items() if needed.get(key) is None}
+    known = {**defaults, **given}
     if not done.refused:
         done.ours |= combined(done, known)
-        for place in REWARD_PLACES:
-            punish_overlong(done, known, f"{place}reward_kwargs.")
+        add_rewards(done, known)
     if done.refused:
         lines = "".join(f"\n  {setting}: {why}" for setting, why in done.refused.items())
-        fix = f"Change them in the script, or behind its name: KEY=VALUE replaces, ~KEY takes out.{lines}"
+        fix = f"Append KEY=VALUE to the command to replace a setting, or ~KEY to take it out.{lines}"
         raise ConfigError("settings that do not convert", len(done.refused), "0", fix)
-    return done.yaml()
+    return done.yaml(settings)
 
 
-def is_said(done: Conversion, key: str) -> bool:
-    """Whether a setting with another name says already what this one becomes."""
+def same(value: Any, other: Any) -> bool:
+    """Whether two values are equal; True is not 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def take_default(done: Conversion, key: str, value: Any, origin: str) -> None:
+    """Take a default of verl, unless another setting says the same thing; what has no effect passes silently."""
     rule = rule_of(key)
-    return isinstance(rule, Becomes) and rule.key in done.ours
+    if isinstance(rule, Becomes):
+        if rule.key not in done.ours and value is not None:
+            take(done, key, value, origin)
+    elif isinstance(rule, Only) and key in UNLIKE:
+        take(done, key, value, origin)
 
 
 def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
-    """Take one setting over, list it as left out, or refuse it."""
-    shown = f"{key} = {value.why if isinstance(value, Unknown) else value}{f' ({origin})' if origin else ''}"
+    """Convert one setting, list it as left out, or refuse it."""
+    shown = f"{key} = {value.why if isinstance(value, Unresolved) else value}{origin}"
     rule = rule_of(key)
     if isinstance(rule, LeftOut):
         done.left_out[shown] = rule.why
     elif isinstance(rule, Never) or rule is None:
-        done.refused[shown] = "not known; nothing here does what it does" if rule is None else rule.why
-    elif isinstance(value, Unknown):
-        done.refused[shown] = "only running the script could tell the value; write it out"
+        done.refused[shown] = rule.why if rule else "not known; Tidemill has nothing that does this"
+    elif isinstance(value, Unresolved):
+        done.refused[shown] = "only Hydra can tell the value; write it out"
     elif isinstance(rule, Only):
-        if not is_meant(rule, value):
-            done.refused[shown] = f"only {either(rule.values)}; {rule.why}"
-        elif not origin:
+        if any(same(value, meant) for meant in rule.values):
             done.left_out[shown] = f"always so: {rule.why}"
+        else:
+            done.refused[shown] = f"only {either(rule.values)}; {rule.why}"
     elif isinstance(rule, Part):
-        if not fits(rule, value) and (value is not None or key in DEFAULTS):
+        if not fits(rule, value) and (value is not None or key in UNLIKE):
             done.refused[shown] = f"only {allowed(rule)}"
-    elif value is not None or key in DEFAULTS.keys() - REQUIRED.keys():
-        become(done, rule, shown, value)
-    else:
+    elif value is None and (key in REQUIRED or key not in UNLIKE):
         done.left_out[shown] = "sets nothing"
-
-
-def is_meant(rule: Only, value: Any) -> bool:
-    """Whether a value is one of those that mean the same; True is not 1."""
-    return any(value == meant and isinstance(value, bool) == isinstance(meant, bool) for meant in rule.values)
+    else:
+        become(done, rule, shown, value)
 
 
 def allowed(rule: Part) -> str:
-    """Values that can be reckoned with, in words."""
-    return " or ".join(rule.words) or ("True or False" if bool in rule.kinds else "a number from 0 on")
+    """The values that `fits` accepts, in words."""
+    return " or ".join(rule.words) or ("True or False" if bool in rule.kinds else "a number of at least 0")
 
 
 def fits(rule: Part, value: Any) -> bool:
-    """Whether a value can be reckoned with."""
-    if rule.words:
-        return value in rule.words
+    """Whether `combined` can use a value."""
+    if rule.words or not rule.kinds:
+        return not rule.kinds or value in rule.words
     number = isinstance(value, rule.kinds) and isinstance(value, bool) == (bool in rule.kinds)
     return number and 0 <= value < math.inf
 
 
 def become(done: Conversion, rule: Becomes, shown: str, value: Any) -> None:
-    """Take over a setting that has a counterpart."""
+    """Convert a setting that has a counterpart of its own."""
     if value is None:
-        done.refused[shown] = "only a value, which verl has by default"
+        done.refused[shown] = "only a value; verl has one by default"
         return
     try:
         converted = rule.convert(value)
@@ -166,42 +182,83 @@ def become(done: Conversion, rule: Becomes, shown: str, value: Any) -> None:
 
 
 def combined(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings that several of verl's make; see the rules of kind `Part`."""
+    """The settings of Tidemill that follow from several of verl's, whose rules are `Part`."""
     threshold, partial = known["async_training.staleness_threshold"], known["async_training.partial_rollout"]
-    actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
     ours = {
         "asynchrony.staleness_threshold": threshold,
         "asynchrony.max_staleness": math.ceil(threshold),
         "rollout.engines": whole_engines(known),
-        "rollout.tensor_parallel_size": known[f"{rollout}tensor_model_parallel_size"],
+        "rollout.tensor_parallel_size": known[f"{ROLLOUT}tensor_model_parallel_size"],
         "trainer.ranks": known["trainer.nnodes"] * known["trainer.n_gpus_per_node"],
-        "algorithm.kl_loss_coef": known[f"{actor}kl_loss_coef"] if known[f"{actor}use_kl_loss"] else 0.0,
+        "algorithm.kl_loss_coef": known[f"{ACTOR}kl_loss_coef"] if known[f"{ACTOR}use_kl_loss"] else 0.0,
     }
     batches = done.ours.get("asynchrony.require_batches", 1)
     if warmup := done.ours.get("trainer.warmup_steps"):  # verl counts steps of the trainer, we count optimizer steps
         ours["trainer.warmup_steps"] = warmup * batches
-    per_version = known[f"{actor}ppo_mini_batch_size"] * batches * known["async_training.trigger_parameter_sync_step"]
+    per_version = known[f"{ACTOR}ppo_mini_batch_size"] * batches * known["async_training.trigger_parameter_sync_step"]
     if threshold * per_version + 1e-9 >= 1:
         ours["asynchrony.partial_rollout"] = partial
     else:
         done.left_out[f"async_training.partial_rollout = {partial}"] = (
-            f"staleness_threshold adds no group to the {per_version} of a version: none is in flight at a weight sync"
+            f"staleness_threshold adds no group to the {per_version} of a version: none is in flight at a sync"
         )
-    if known.get(f"{rollout}standalone_gpu_memory_utilization") is not None:
-        ours["rollout.gpu_memory_utilization"] = known[f"{rollout}standalone_gpu_memory_utilization"]
+    if known[f"{ROLLOUT}standalone_gpu_memory_utilization"] is not None:
+        ours["rollout.gpu_memory_utilization"] = known[f"{ROLLOUT}standalone_gpu_memory_utilization"]
     return ours | old_log_probs(done, known)
 
 
+def old_log_probs(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
+    """`algorithm.old_log_prob`: verl computes old log-probs itself unless it bypasses that, and may weight tokens."""
+    computed = not known[f"{CORRECTION}bypass_mode"] or known.get("async_training.compute_prox_log_prob") is True
+    weighting, cap = known[f"{CORRECTION}rollout_is"], known[f"{CORRECTION}rollout_is_threshold"]
+    if weighting and not computed:
+        done.refused[f"{CORRECTION}rollout_is = {weighting}"] = (
+            "only with bypass_mode=False; the ratio to the engine's log-probs already corrects"
+        )
+    if weighting:
+        return {"algorithm.old_log_prob": "decoupled", **({} if cap is None else {"algorithm.behaviour_cap": cap})}
+    if not same(cap, verl_defaults()[f"{CORRECTION}rollout_is_threshold"]):
+        done.left_out[f"{CORRECTION}rollout_is_threshold = {cap}"] = "it has no effect without rollout_is"
+    return {"algorithm.old_log_prob": "version_start"} if computed else {}
+
+
+def whole_engines(known: Mapping[str, Any]) -> int:
+    """The number of engines.
+
+    Raises:
+        ConfigError: the GPUs do not divide evenly among them.
+    """
+    key = f"{ROLLOUT}tensor_model_parallel_size"
+    gpus, each = known["rollout.nnodes"] * known["rollout.n_gpus_per_node"], known[key]
+    if not 1 <= each <= gpus or gpus % each:
+        raise ConfigError(key, each, f"a divisor of the {gpus} GPUs for rollout", "Change one of the two.")
+    return int(gpus // each)
+
+
+def add_rewards(done: Conversion, known: Mapping[str, Any]) -> None:
+    """The options of the user's reward function, and DAPO's punishment of long responses where it is on."""
+    options = {
+        key.removeprefix(f"{name}."): value
+        for key, value in known.items()
+        for name in KWARGS
+        if key.startswith(f"{name}.")
+    }
+    if options:
+        done.rewards[0]["options"] = nested(options)
+    for place in REWARD_PLACES:
+        punish_overlong(done, known, place)
+
+
 def punish_overlong(done: Conversion, known: Mapping[str, Any], place: str) -> None:
-    """DAPO's punishment of long responses, where it is on; its settings stand below `place`."""
+    """DAPO's punishment of long responses; its settings are below `place`."""
     parts = {
-        "budget": f"{place}max_resp_len",
-        "buffer": f"{place}overlong_buffer_cfg.len",
-        "penalty": f"{place}overlong_buffer_cfg.penalty_factor",
+        "budget": f"{place}reward_kwargs.max_resp_len",
+        "buffer": f"{place}{OVERLONG}len",
+        "penalty": f"{place}{OVERLONG}penalty_factor",
     }
     given = {name: known[key] for name, key in parts.items() if known.get(key) is not None}
-    if not known.get(f"{place}overlong_buffer_cfg.enable"):
-        off = "without overlong_buffer_cfg.enable it says nothing"
+    if not known.get(f"{place}{OVERLONG}enable"):
+        off = "overlong_buffer_cfg.enable is off"
         done.left_out |= {f"{parts[name]} = {value}": off for name, value in given.items()}
         return
     missing = [key for name, key in parts.items() if name not in given]
@@ -211,48 +268,20 @@ def punish_overlong(done: Conversion, known: Mapping[str, Any], place: str) -> N
     done.rewards.append({"function": "overlong", "options": given})
 
 
-def old_log_probs(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What the ratio is taken to; verl computes old log-probs itself unless it bypasses that, and may weight tokens."""
-    correction = "algorithm.rollout_correction."
-    bypassed = bool(known.get(f"{correction}bypass_mode", True))
-    computed = not bypassed or known.get("async_training.compute_prox_log_prob") is True
-    weighting, cap = known.get(f"{correction}rollout_is"), known.get(f"{correction}rollout_is_threshold")
-    if weighting and not computed:
-        done.refused[f"{correction}rollout_is = {weighting}"] = (
-            "only with bypass_mode=False; the ratio to the log-probs of the engine corrects already"
-        )
-    if weighting:
-        return {"algorithm.old_log_prob": "decoupled"} | ({} if cap is None else {"algorithm.behaviour_cap": cap})
-    if cap is not None:
-        done.left_out[f"{correction}rollout_is_threshold = {cap}"] = "without rollout_is it says nothing"
-    return {"algorithm.old_log_prob": "version_start"} if computed else {}
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key as nested mappings."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        section = tree
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return tree
 
 
-def whole_engines(known: Mapping[str, Any]) -> int:
-    """Engines of so many GPUs each.
-
-    Raises:
-        ConfigError: they do not share out evenly.
-    """
-    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    gpus, each = known["rollout.nnodes"] * known["rollout.n_gpus_per_node"], known[key]
-    if not 1 <= each <= gpus or gpus % each:
-        raise ConfigError(key, each, f"a divisor of the {gpus} GPUs for rollout", "Change one of the two.")
-    return int(gpus // each)
-
-
-def parse(text: Text) -> Any:
-    """A value as Hydra reads it: numbers also in the form 1e-6."""
-    if isinstance(text, Unknown):
-        return text
-    if "${" in text:
-        return Unknown(f"{text}, which Hydra works out")
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    try:
-        return None if text == "None" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # such as a date that does not exist
-        return Unknown(f"{text}, which is no value of Hydra's")
+def comment(title: str, lines: Sequence[str]) -> Iterator[str]:
+    """A list as YAML comments, each item on one line whatever characters it holds."""
+    if lines:
+        yield f"# {title}:"
+        yield from ("#   " + "".join(filter(str.isprintable, " ".join(line.split()))) for line in lines)
