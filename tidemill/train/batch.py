@@ -1,4 +1,4 @@
-"""Micro-batches: packed rows, shared out to ranks and stacked.
+"""From groups to micro-batches: the loss mask, and packed rows distributed over ranks and stacked.
 
 Shapes: B rows of T columns, K target tokens.
 """
@@ -15,19 +15,19 @@ from tidemill.records import Group, Int32Array, Rollout
 from tidemill.rollout.staleness import too_old
 from tidemill.train.tree import Aggregation, PackedRow, Targets, common_start, in_token_order
 
-# What a column costs besides attention, in columns it could attend to instead; about 5 times the hidden size in
-# operations, and less here because dense attention is slower per operation.
+# Cost of a column besides attention, in columns attended to. By operations it is about 5 times the hidden size; dense
+# attention is slower per operation, so it is less here.
 COLUMN_COST = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass computes.
+    """The input of one forward pass.
 
     Attributes:
-        token_ids, positions, ends: `[B, T]` int32; a padding column sees itself only.
+        token_ids, positions, ends: `[B, T]` int32; a padding column attends only to itself.
         row: `[K]` int32, the row of each target.
-        targets: of all rows, one after the other.
+        targets: of all rows, concatenated.
     """
 
     token_ids: Int32Array
@@ -38,7 +38,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, rows: Sequence[PackedRow]) -> MicroBatch:
-        """Pad rows to the longest; no rows give an empty micro-batch, which costs nothing."""
+        """Pad rows to the longest one; without rows the micro-batch is empty and costs nothing."""
         width = max((len(row) for row in rows), default=0)
         token_ids, positions = np.zeros((2, len(rows), width), np.int32)
         ends = np.tile(np.arange(1, width + 1, dtype=np.int32), (len(rows), 1))
@@ -58,23 +58,23 @@ class MicroBatch:
         return cls(zero[None], zero[None], zero[None] + np.int32(1), zero, targets)
 
     def predictors(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Indices into `[B * T]` of the columns whose output is needed, each once; and which of them a target needs."""
+        """The unique indices into `[B * T]` that predict a target, and for each target the position among them."""
         flat = self.row.astype(np.int64) * self.token_ids.shape[1] + self.targets.column
         unique, inverse = np.unique(flat, return_inverse=True)
         return unique, inverse.astype(np.int64)
 
 
 def micro_batches(rows: Sequence[PackedRow], max_tokens: int, ranks: int) -> list[list[MicroBatch]]:
-    """Share rows out to ranks and stack them to micro-batches.
+    """Distribute rows over ranks and stack them into micro-batches.
 
     Rows go longest first to the rank with the fewest tokens so far (LPT; Graham 1969, doi:10.1137/0117039). Each rank
-    grafts rows that begin alike onto each other where that saves work, then stacks rows of similar length while
-    `B * T` stays within `max_tokens`. All ranks get the same number of micro-batches, if need be empty ones. The same
-    rows in the same order always give the same micro-batches.
+    grafts rows with a common prefix onto each other where that saves work, then stacks rows of similar length while
+    `B * T` stays within `max_tokens`. All ranks get the same number of micro-batches, padded with empty ones. The
+    result is deterministic.
 
     Args:
         rows: of the whole optimizer step.
-        max_tokens: bound of a micro-batch, padding included; a longer row goes alone.
+        max_tokens: bound of a micro-batch with padding; a longer row gets its own micro-batch.
         ranks: data-parallel ranks; each gets one list.
     """
     shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
@@ -89,9 +89,9 @@ def micro_batches(rows: Sequence[PackedRow], max_tokens: int, ranks: int) -> lis
 
 
 def grafted(rows: Sequence[PackedRow], max_tokens: int) -> list[PackedRow]:
-    """Graft rows onto rows with the same beginning (a system prompt) while that is cheaper and fits; longest first.
+    """Graft rows onto rows with the same prefix (a system prompt) where that is cheaper and fits; longest first.
 
-    A row of T columns costs about `T * (COLUMN_COST + T)`: attention is computed densely, so long rows are dear.
+    A row of T columns costs about `T * (COLUMN_COST + T)`: attention is dense, so long rows are expensive.
     """
     joined: list[PackedRow] = []
     for row in sorted(rows, key=lambda r: in_token_order(r.token_ids)):
@@ -107,7 +107,7 @@ def grafted(rows: Sequence[PackedRow], max_tokens: int) -> list[PackedRow]:
 
 
 def stacks(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
-    """Cut rows, sorted longest first, into parts that `max_tokens` holds when padded to their first row."""
+    """Split rows, sorted longest first, into parts that fit `max_tokens` when padded to their first row."""
     parts: list[list[PackedRow]] = []
     for row in rows:
         if parts and len(parts[-1][0]) * (len(parts[-1]) + 1) <= max_tokens:
@@ -118,24 +118,30 @@ def stacks(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
 
 
 def step_denominator(groups: Sequence[Group], aggregation: Aggregation) -> float:
-    """What the losses of one optimizer step are divided by, over all ranks and micro-batches.
+    """The denominator of the losses of one optimizer step, over all ranks and micro-batches.
 
-    It counts every rollout of the step, also those without a gradient, so that leaving them out of the rows changes
-    nothing: the response tokens to learn from ("token"), or the rollouts with any of them ("sequence").
+    It counts the unmasked response tokens ("token"), or the rollouts with any of them ("sequence"). Rollouts without a
+    gradient count too, so leaving them out of the rows changes nothing.
     """
     learned = [np.count_nonzero(rollout.loss_mask) for group in groups for rollout in group.rollouts]
     return float(sum(learned) if aggregation == "token" else np.count_nonzero(learned))
 
 
 def mask_stale(group: Group, version: int, max_staleness: int) -> Group:
-    """The group with a loss mask of 0 where a token may no longer be trained at `version`; the rest as it is."""
+    """The group with a loss mask of 0 on every token that is too old to be trained at `version`.
+
+    A response that was sampled while weights changed has tokens of several versions, each with its own sampling
+    log-prob. The recent tokens are trained with the old ones as context, as if these were part of the prompt. slime
+    calls this `--mask-offpolicy-in-partial-rollout`; there the largest age is 0, here it is `max_staleness`. Rewards
+    and advantages are those of the whole responses.
+    """
     if not too_old(group.oldest_version, version, max_staleness):
         return group
     return replace(group, rollouts=tuple(masked(rollout, version, max_staleness) for rollout in group.rollouts))
 
 
 def masked(rollout: Rollout, version: int, max_staleness: int) -> Rollout:
-    """One rollout of `mask_stale`."""
+    """The rollout with a loss mask of 0 on the tokens that are too old."""
     loss_mask = rollout.loss_mask.copy()
     for span in rollout.versions:
         if too_old(span.version, version, max_staleness):

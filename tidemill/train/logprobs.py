@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens: who sees whom, and a vocabulary projection that never holds all logits.
+"""Log-probs of target tokens: the attention mask of packed rows, and a vocabulary projection in chunks.
 
 Shapes: B rows of T columns, U predicting positions, K target tokens, H hidden size, V vocabulary.
 """
@@ -12,9 +12,10 @@ from torch import Tensor
 
 
 def attention_mask(ends: Tensor) -> Tensor:
-    """`[B, 1, T, T]` bool: column i sees column j exactly if `j <= i < ends[j]` (see `train.tree`).
+    """`[B, 1, T, T]` bool: column i attends to column j if and only if `j <= i < ends[j]` (see `train.tree`).
 
-    A padding column j has `ends[j] = j + 1`: it sees itself, so that no softmax is empty, and nobody sees it.
+    A padding column j has `ends[j] = j + 1`: it attends to itself, so that no softmax is empty, and no other column
+    attends to it.
 
     Args:
         ends: `[B, T]` integer.
@@ -27,19 +28,19 @@ def attention_mask(ends: Tensor) -> Tensor:
 def token_log_probs(
     hidden: Tensor, weight: Tensor, predictor: Tensor, target_ids: Tensor, *, temperature: float, chunk: int
 ) -> Tensor:
-    """Log-softmax of the tempered logits `hidden @ weight.T / temperature` at the target tokens.
+    """Log-softmax of the logits `hidden @ weight.T / temperature` at the target tokens.
 
-    Logits exist for `chunk` positions at a time. When there are more positions than that, the backward pass computes
-    them again; otherwise it uses the probabilities of the forward pass. The product with the vocabulary is computed in
-    the dtype of `hidden`, all else in float32.
+    At most `chunk` positions have logits in memory at a time. With more positions than that, the backward pass computes
+    the logits again; otherwise it uses the probabilities of the forward pass. The projection is computed in the dtype
+    of `hidden`, everything else in float32.
 
     Args:
-        hidden: `[U, H]`, positions that predict something.
+        hidden: `[U, H]`, the positions that predict a target.
         weight: `[V, H]` of the language model's head.
-        predictor: `[K]` int64, the position that predicts each target; several targets may share one.
+        predictor: `[K]` int64, the position in `hidden` that predicts each target; several targets may share one.
         target_ids: `[K]` int64.
-        temperature: of the distribution the tokens were sampled from.
-        chunk: positions of which logits are held at once.
+        temperature: of the sampling distribution.
+        chunk: number of positions per chunk.
 
     Returns:
         `[K]` float32.
@@ -51,11 +52,11 @@ def token_log_probs(
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """See `token_log_probs`.
+    """The autograd function of `token_log_probs`.
 
     With p the softmax of position u and g the incoming gradient of the targets that u predicts, the gradient of u's
-    logits is `sum(g onehot) - sum(g) p`. Its two parts go through the projection apart, because the first touches only
-    the rows of the target tokens; that saves writing all logits once more.
+    logits is `sum(g onehot) - sum(g) p`. The two terms are projected separately, because the first one only involves
+    the rows of the target tokens; this saves one write of all logits.
     """
 
     @staticmethod
@@ -68,7 +69,7 @@ class TokenLogProbs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> Tensor:
-        """Compute chunk after chunk."""
+        """`[K]` log-probs, chunk by chunk."""
         scaled, head = (hidden.float() / temperature).to(hidden.dtype), weight.to(hidden.dtype)
         log_probs = torch.empty(len(predictor), device=hidden.device)
         kept = []
@@ -88,7 +89,7 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        """Add up over the chunks, in float32."""
+        """Gradients of `hidden` and `weight`, summed over the chunks in float32."""
         (grad,) = gradients
         scaled, weight, predictor, target_ids, *kept = ctx.saved_tensors
         head = weight.to(scaled.dtype)
@@ -111,13 +112,13 @@ class TokenLogProbs(torch.autograd.Function):
 
 
 def targets_of(predictor: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """The targets that positions `[start, start + length)` predict, and from which of these, counted from `start`."""
+    """The targets that positions `[start, start + length)` predict, and the position of each, relative to `start`."""
     chosen = ((predictor >= start) & (predictor < start + length)).nonzero().squeeze(-1)
     return chosen, predictor[chosen] - start
 
 
 def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, also when the factors have another dtype."""
+    """`total += left @ right`, where the factors may have another dtype than `total`."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:

@@ -1,8 +1,8 @@
-"""Losses of a policy, as pure functions of log-probs.
+"""Policy losses, as pure functions of log-probs.
 
 Every loss is a weighted sum over tokens, divided by the denominator of the whole optimizer step (`step_denominator`).
-A mean over what one call happens to see would give tokens of short micro-batches more weight; a sum over a common
-denominator gives the same gradient for every split into micro-batches and ranks.
+A mean per call would give the tokens of small micro-batches more weight. A sum over a common denominator gives the
+same gradient for every split into micro-batches and ranks.
 
 Shapes: K target tokens.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# exp of more than this says nothing a clipped ratio does not, and may overflow into an infinity whose gradient is NaN.
+# Beyond this the ratio is clipped anyway, and exp may overflow to an infinity whose gradient is NaN.
 MAX_LOG_RATIO = 20.0
 
 
@@ -27,7 +27,7 @@ def ppo_clip(
     clip_ratio_high: float,
     dual_clip: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate loss.
+    """The clipped surrogate loss of PPO.
 
         r = exp(log_prob - old_log_prob)
         objective = min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A)
@@ -39,8 +39,8 @@ def ppo_clip(
     arXiv:2503.14476).
 
     Args:
-        log_probs: `[K]` of the policy that is trained, with gradient.
-        old_log_probs: `[K]` of the policy that the ratio is taken to, without gradient.
+        log_probs: `[K]` of the current policy, with gradient.
+        old_log_probs: `[K]` of the policy in the denominator of the ratio, without gradient.
         advantages: `[K]`.
         weights: `[K]`.
         denominator: of the whole optimizer step.
@@ -49,8 +49,8 @@ def ppo_clip(
         dual_clip: bound of the loss per unit of negative advantage, or None.
 
     Returns:
-        The scalar loss, and sums over tokens that add up over micro-batches and ranks: `tokens`, `ratio`, `clipped`
-        (tokens whose gradient a clip took away) and `kl`, the k3 estimate of KL(old || policy), see `k3`.
+        The scalar loss, and sums over tokens, which add up over micro-batches and ranks: `tokens`, `ratio`, `clipped`
+        (tokens without a gradient because of a clip) and `kl`, the estimate `k3` of KL(old || policy).
     """
     log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -74,16 +74,16 @@ def kl_penalty(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The k3 estimate of KL(policy || reference), `sum(weight * k3) / denominator`.
 
-    As in GRPO (Shao et al. 2024, arXiv:2402.03300, equation 4); the samples count as the policy's.
+    As in GRPO (Shao et al. 2024, arXiv:2402.03300, equation 4); the tokens are treated as samples of the policy.
 
     Args:
-        log_probs: `[K]` of the policy that is trained, with gradient.
-        reference_log_probs: `[K]` of the frozen reference.
+        log_probs: `[K]` of the current policy, with gradient.
+        reference_log_probs: `[K]` of the frozen reference policy.
         weights: `[K]`.
         denominator: of the whole optimizer step.
 
     Returns:
-        The scalar, and over tokens the sum `reference` of the estimates, unweighted.
+        The scalar, and `reference`, the unweighted sum of the estimates over tokens.
     """
     estimates = k3((reference_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     return (weights * estimates).sum() / denominator, {"reference": estimates.detach().sum()}

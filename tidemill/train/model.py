@@ -1,4 +1,7 @@
-"""The policy's model: loading, what is refused, and its weights as files."""
+"""The policy's model: loading, unsupported architectures, log-probs of packed rows, and the Hugging Face folder.
+
+Shapes: B rows of T columns, U predicting positions, K target tokens, H hidden size.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from tidemill.train.tensor_file import write_tensors
 
 WEIGHTS = "model.safetensors"
 LOGITS_BYTES = 256 << 20
-# Tokenizer, chat template and generation config; weights and their index are written anew.
+# Tokenizer, chat template and generation config; weights and their index are not copied.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
 WRITTEN = frozenset({"config.json"})
 # Settings that change the logits between the last hidden state and the softmax.
 LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-RANDOM = ("drop", "jitter")  # what the names of settings have that make training mode draw random numbers
+RANDOM = ("drop", "jitter")  # in the names of settings that make training mode random
 
 
 def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
@@ -37,7 +40,7 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        # Of a model that sees images too, the settings of the language model lie a level deeper.
+        # A multimodal config nests the settings of the language model.
         refuse_unsupported(folder, config.to_dict() | config.get_text_config().to_dict())
         model = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -56,7 +59,7 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
 
 
 def load_meta_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
-    """What `load_model` returns, with shapes instead of values (tensors on the device `meta`)."""
+    """What `load_model` returns, on the `meta` device: shapes without values."""
     config = disable_dropout(AutoConfig.from_pretrained(folder, local_files_only=True))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -65,14 +68,14 @@ def load_meta_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
 
 
 def prepare(model: Any, gradient_checkpointing: bool) -> None:
-    """Keep or recompute a model's activations."""
-    model.train(gradient_checkpointing)  # Transformers recomputes activations in training mode only
+    """Set training mode if activations are recomputed, else evaluation mode."""
+    model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what a packed row with full attention, position ids and a plain projection would compute differently.
+    """Refuse settings for which a packed row (full attention, position ids, plain projection) is not exact.
 
     Raises:
         ModelError: naming the setting.
@@ -82,19 +85,19 @@ def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
         found.append("layer_types")
     elif config.get("sliding_window") is not None and config.get("use_sliding_window", True):
         found.append("sliding_window")
-    if config.get("alibi"):  # its bias follows the columns of a row, not the positions of a tree
+    if config.get("alibi"):  # its bias depends on the columns of a row, not on the positions of a tree
         found.append("alibi")
     if found:
         settings = ", ".join(f"{name} = {config[name]!r}" for name in found)
         needed = "packed training needs full attention, position ids and plain logits"
-        raise ModelError(f"{folder}: not supported is {settings}; {needed}")
+        raise ModelError(f"{folder} cannot be trained with {settings}: {needed}")
 
 
 def refuse_architecture(folder: Path, model: Any) -> None:
-    """Refuse layers and heads that a packed row would compute differently, whatever the settings are.
+    """Refuse layers and heads for which a packed row is never exact.
 
-    A layer that hands a state from column to column (Mamba, recurrent or linear attention) obeys no attention mask, so
-    that a response would see those that stand before it in the row.
+    A layer with a state from column to column (Mamba, recurrent or linear attention) ignores the attention mask, so a
+    response would see the responses before it in the row.
 
     Raises:
         ModelError: naming the cause.
@@ -109,10 +112,10 @@ def refuse_architecture(folder: Path, model: Any) -> None:
 
 
 def disable_dropout(config: Any) -> Any:
-    """The config with all that would make a forward pass random at 0: the engines sample without it.
+    """The config with dropout and router jitter at 0, because the engines compute without them.
 
-    Dropout and the jitter of routers are set here, before the model is built, because its layers take them from the
-    config each in its own way, and draw whenever they are in training mode.
+    They are set before the model is built: each kind of layer reads them from the config in its own way, and applies
+    them in training mode.
     """
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
@@ -122,15 +125,15 @@ def disable_dropout(config: Any) -> Any:
 
 
 def frozen_copy(model: Any) -> Any:
-    """A copy that takes no gradient."""
+    """A copy without gradients."""
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def write_folder(folder: Path | None, source: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write a Hugging Face folder: bfloat16 weights, and all else as in the folder the model came from.
+    """Write a Hugging Face folder: bfloat16 weights, and everything else from the folder of the original model.
 
-    A head that is tied to the embedding is the same parameter and stands under the embedding's name only. Without a
-    folder, see `write_tensors`.
+    A head that is tied to the embedding is the same parameter, stored once under the embedding's name. `folder` is None
+    on all ranks but the first.
     """
     if folder is not None:
         copy_companions(folder, source)
@@ -138,22 +141,22 @@ def write_folder(folder: Path | None, source: Path, parameters: Mapping[str, Ten
 
 
 def copy_companions(folder: Path, source: Path) -> None:
-    """Tokenizer and settings of a Hugging Face folder, with the new weights' dtype."""
+    """Copy tokenizer and settings of a Hugging Face folder, with the dtype of the new weights."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         copied = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
         if copied and file.name not in WRITTEN:
             shutil.copyfile(file, folder / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)  # the older name of the same setting
+    config.pop("torch_dtype", None)  # the older name of `dtype` in transformers
     text = json.dumps(config | {"dtype": "bfloat16"}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 class Network(nn.Module):
-    """A causal language model with the projection onto chosen tokens.
+    """A causal language model and the projection of chosen positions onto the vocabulary.
 
-    One module, because a model whose parameters are spread over ranks has them only while a module's forward runs.
+    Both are one module, because a sharded model has its full parameters only during a module's forward pass.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -161,7 +164,7 @@ class Network(nn.Module):
 
         Args:
             model: Hugging Face causal language model, float32.
-            dtype: of matrix products; all else is computed in float32 (autocast).
+            dtype: of matrix products; everything else is computed in float32 (autocast).
         """
         super().__init__()
         self.model, self.dtype = model, dtype
@@ -180,10 +183,10 @@ class Network(nn.Module):
 
         Args:
             ids: `[B, T]` int64, tokens.
-            positions: `[B, T]` int64, distance of each from the root of its tree, see `train.tree`.
-            ends: `[B, T]` int64, where the subtree of each ends.
-            predictors: `[U]` int64, positions in `[B * T]` whose output is needed.
-            inverse: `[K]` int64, which of the predictors predicts a target.
+            positions: `[B, T]` int64, distance from the root of the tree, see `train.tree`.
+            ends: `[B, T]` int64, end of the subtree.
+            predictors: `[U]` int64, positions in `[B * T]` that predict a target.
+            inverse: `[K]` int64, index into `predictors` for each target.
             target_ids: `[K]` int64.
             temperature: of the distribution.
 
@@ -196,7 +199,7 @@ class Network(nn.Module):
         return token_log_probs(hidden, weight, inverse, target_ids, temperature=temperature, chunk=chunk)
 
     def hidden(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """`[B, T, H]` output of the last layer, normalised."""
+        """`[B, T, H]` normalised output of the last layer."""
         with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
             output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state

@@ -1,7 +1,7 @@
-"""One rank of the policy: forward, loss, gradient, optimizer step, and its files.
+"""One rank of the policy: forward pass, loss, gradient, optimizer step, and the files of its state.
 
-Ranks share out the rows of a step and, when there are several, the parameters too (`train.sharding`). A loss is
-normalised by the denominator of the whole optimizer step, so gradients are summed over ranks, not averaged.
+Each rank computes a part of the rows of a step. Several ranks also shard the parameters (`train.sharding`). A loss is
+divided by the denominator of the whole optimizer step, so gradients are summed over ranks, not averaged.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tidemill.train.correction import behaviour_weights, log_linear
 from tidemill.train.losses import kl_penalty, ppo_clip
 from tidemill.train.model import Network, frozen_copy, load_meta_model, load_model, write_folder
 from tidemill.train.sharding import World, full_tensor, shard_model
-from tidemill.train.tally import Tally
+from tidemill.train.update_metrics import UpdateMetrics
 from tidemill.train.version_start import VersionStart
 from tidemill.weights.mapped_weights import MappedWeights
 
-# What a rank without rows computes while others do, because all ranks have to take part: it adds exactly nothing.
+# A sharded forward or backward pass needs all ranks: one without rows computes this, which adds exactly zero.
 IDLE = MicroBatch.idle()
 
 
@@ -51,19 +51,19 @@ class PolicyRank:
         steps_per_version: int = 1,
         world: World | None = None,
     ) -> None:
-        """Load the model, make the optimizer, and meet the other ranks.
+        """Load the model, connect to the other ranks, shard the parameters and build the optimizer.
 
         Args:
             model_path: Hugging Face folder.
             trainer: optimizer settings.
             algorithm: loss settings.
-            temperature: responses were sampled with.
-            seed: of torch's random numbers.
+            temperature: at which responses are sampled.
+            seed: of torch's random number generator.
             steps_per_version: optimizer steps between two weight syncs.
-            world: of all ranks; None trains alone.
+            world: all ranks; None is a single one.
 
         Raises:
-            ModelError: the folder cannot be loaded, or its architecture is not one this class computes exactly.
+            ModelError: the folder cannot be loaded, or packed training is not exact for its architecture.
         """
         if trainer.threads is not None:
             torch.set_num_threads(trainer.threads)
@@ -76,8 +76,8 @@ class PolicyRank:
         self.model = load(self.model_path, trainer.gradient_checkpointing)
         reference = frozen_copy(self.model) if algorithm.kl_loss_coef > 0 else None
         self.world.init_process_group(trainer.get_timeout_s)
-        self.network = self.place(self.model)
-        self.reference = None if reference is None else self.place(reference)
+        self.network = self.wrap(self.model)
+        self.reference = None if reference is None else self.wrap(reference)
         self.parameters = dict(self.model.named_parameters())
         self.exports = MappedWeights()
         self.start = VersionStart(self.network, steps_per_version, kept=algorithm.keeps_version_start)
@@ -85,8 +85,8 @@ class PolicyRank:
             self.parameters.values(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, fused=True
         )
 
-    def place(self, model: Any) -> Network:
-        """The model where this rank computes, spread over the ranks if there are several."""
+    def wrap(self, model: Any) -> Network:
+        """The model on the device of this rank, sharded if there are several ranks."""
         network = Network(model, self.dtype)
         if self.world.size == 1:
             return network.to(self.device)
@@ -94,45 +94,44 @@ class PolicyRank:
         return network
 
     def update(self, micro_batches: Sequence[MicroBatch], denominator: float, version: int = 0) -> dict[str, float]:
-        """One optimizer step on this rank's micro-batches, together with all other ranks.
+        """One optimizer step; all ranks call this at once, each with its own micro-batches.
 
-        If no rank has a target there is no gradient: the step is counted and leaves the policy as it is.
+        If no rank has a target there is no gradient: the step counts and leaves the policy unchanged.
 
         Args:
             micro_batches: of this rank.
             denominator: of the whole step, `step_denominator`.
-            version: that this step belongs to; the first step of a new one begins it.
+            version: that the step trains; a new number begins a new version.
 
         Returns:
-            `grad_norm` (before clipping), `lr`, and `Tally.metrics`, all over all ranks; `time/forward`,
-            `time/backward`, `time/optimizer` and, if it was a pass of its own, `time/old_log_prob` in seconds of this
-            rank.
+            Over all ranks `grad_norm` (before clipping), `lr` and `UpdateMetrics.result`; of this rank in seconds
+            `time/forward`, `time/backward`, `time/optimizer` and, if it needed a pass of its own, `time/old_log_prob`.
 
         Raises:
-            RunError: the gradient is not finite; the parameters are untouched.
+            RunError: the gradient is not finite; the parameters are unchanged.
         """
-        timings, tally, rate = Timings(), Tally(self.algorithm), self.learning_rate()
+        timings, metrics, rate = Timings(), UpdateMetrics(self.algorithm), self.learning_rate()
         self.start.enter(version)
         for batch, start in zip(micro_batches, self.start_log_probs(micro_batches, timings), strict=True):
             if len(batch.targets):
-                tally.add(self.backward(batch, denominator, timings, start))
+                metrics.add(self.backward(batch, denominator, timings, start))
             elif self.world.size > 1:
                 self.backward(IDLE, denominator, timings)
         with timings.phase("optimizer"):
             self.start.keep()
-            tally.reduce(self.world)
-            norm = self.step(rate) if tally.totals["tokens"] else 0.0
+            metrics.all_reduce(self.world)
+            norm = self.step(rate) if metrics.totals["tokens"] else 0.0
         self.start.leave()
         self.updates += 1
-        return {"grad_norm": norm, "lr": rate, **tally.metrics(), **timings.metrics()}
+        return {"grad_norm": norm, "lr": rate, **metrics.result(), **timings.metrics()}
 
     def learning_rate(self) -> float:
-        """Of the coming update: linear warm-up, then constant."""
+        """The learning rate of the next update: linear warm-up, then constant."""
         warmup = self.trainer.warmup_steps
         return self.trainer.learning_rate * min(1.0, (self.updates + 1) / (warmup + 1))
 
     def start_log_probs(self, micro_batches: Sequence[MicroBatch], timings: Timings) -> Sequence[Float32Array | None]:
-        """`[K]` log-probs under the parameters that the version began with; None if they are the present ones."""
+        """`[K]` log-probs under the parameters that the version started with; None if they are the current ones."""
         if not self.algorithm.keeps_version_start or self.start.is_current:
             return [None] * len(micro_batches)
         with timings.phase("old_log_prob"), self.start.exchanged():
@@ -145,7 +144,7 @@ class PolicyRank:
         timings: Timings | None = None,
         start: Float32Array | None = None,
     ) -> dict[str, Tensor]:
-        """Add the gradient of one micro-batch; returns what `Tally.add` counts."""
+        """Add the gradient of one micro-batch; returns what `UpdateMetrics.add` takes."""
         timings = timings or Timings()
         with timings.phase("forward"):
             loss, sums = self.loss(batch, denominator, start)
@@ -156,12 +155,12 @@ class PolicyRank:
     def loss(
         self, batch: MicroBatch, denominator: float, start: Float32Array | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch, the sums of `ppo_clip`, of `kl_penalty` and those of the correction.
+        """The loss of one micro-batch, and the sums of `ppo_clip`, `kl_penalty` and the correction.
 
         Args:
-            batch: of which a loss is computed.
+            batch: the micro-batch.
             denominator: of the whole step.
-            start: `[K]` log-probs that the version began with; None if they are the present ones.
+            start: `[K]` log-probs under the version's start; None if it is the current policy.
         """
         log_probs, algorithm = self.forward(self.network, batch), self.algorithm
         sampled, advantages, weights = map(
@@ -189,14 +188,14 @@ class PolicyRank:
             loss, sums = loss + algorithm.kl_loss_coef * penalty, sums | distance
         return loss, sums | correction
 
-    def old_log_probs(self, batch: MicroBatch, present: Tensor, sampled: Tensor, start: Float32Array | None) -> Tensor:
-        """`[K]` log-probs that the ratio is taken to, as `algorithm.old_log_prob` says."""
+    def old_log_probs(self, batch: MicroBatch, current: Tensor, sampled: Tensor, start: Float32Array | None) -> Tensor:
+        """`[K]` log-probs in the denominator of the ratio, as `algorithm.old_log_prob` says."""
         if self.algorithm.old_log_prob == "rollout":
             return sampled
         if self.algorithm.proximal == "loglinear":
             versions = self.to_device(batch.targets.versions)
-            return log_linear(present, sampled, versions, version=self.start.version, done=self.start.done)
-        return present if start is None else self.to_device(start)
+            return log_linear(current, sampled, versions, version=self.start.version, done=self.start.done)
+        return current if start is None else self.to_device(start)
 
     def forward(self, network: Network, batch: MicroBatch) -> Tensor:
         """`[K]` float32 log-probs of the targets at the sampling temperature."""
@@ -205,17 +204,17 @@ class PolicyRank:
         return log_probs
 
     def to_device(self, array: NDArray[Any]) -> Tensor:
-        """An array as a tensor where the model is."""
-        return torch.tensor(array, device=self.device)  # a copy: Ray hands out read-only arrays
+        """An array as a tensor on the device of the model."""
+        return torch.tensor(array, device=self.device)  # a copy, because Ray's arrays are read-only
 
     def step(self, rate: float) -> float:
-        """Clip the gradient, which is of all ranks already, and update; returns its norm before clipping."""
+        """Clip the gradient, which is reduced over ranks already, and update; returns its norm before clipping."""
         norm = full_tensor(get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None]))
         if not math.isfinite(norm.item()):
             self.optimizer.zero_grad(set_to_none=True)
             raise RunError(
-                f"the gradient norm of optimizer step {self.updates + 1} is {norm.item()}; nothing was updated. "
-                "Lower trainer.learning_rate or trainer.max_grad_norm, or look at the rewards of this step."
+                f"the gradient norm of optimizer step {self.updates + 1} is {norm.item()}; the parameters are "
+                "unchanged. Lower trainer.learning_rate or trainer.max_grad_norm, or check the rewards of this step."
             )
         if norm > self.trainer.max_grad_norm:
             clip_grads_with_norm_(self.parameters.values(), self.trainer.max_grad_norm, norm)
@@ -227,11 +226,11 @@ class PolicyRank:
 
     @torch.no_grad()
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Float32Array]:
-        """`[K]` log-probs of each micro-batch's targets under the present parameters, at the sampling temperature."""
+        """`[K]` log-probs of each micro-batch under the current parameters, at the sampling temperature."""
         return [self.batch_log_probs(batch) for batch in micro_batches]
 
     def batch_log_probs(self, batch: MicroBatch) -> Float32Array:
-        """`[K]` of one micro-batch; with none, this rank helps the others to compute theirs."""
+        """`[K]` of one micro-batch; without targets, this rank only takes part in the passes of the others."""
         if len(batch.targets):
             log_probs: Float32Array = self.forward(self.network, batch).cpu().numpy()
             return log_probs
@@ -241,7 +240,7 @@ class PolicyRank:
 
     @torch.no_grad()
     def score(self, token_ids: Int32Array) -> Float32Array:
-        """`[T-1]` log-probs of `token_ids[1:]` given what stands before each, at temperature 1; all ranks at once."""
+        """`[T-1]` log-probs of `token_ids[1:]` given the tokens before each, at temperature 1; all ranks at once."""
         ids = self.to_device(token_ids).long()
         positions = torch.arange(len(ids), device=self.device)
         ends = torch.full_like(ids, len(ids))
@@ -252,37 +251,37 @@ class PolicyRank:
     def export(self, path: str | Path, dtype: torch.dtype) -> int:
         """Write all parameters as one safetensors file of `dtype`, see `MappedWeights.write`; returns its bytes.
 
-        All ranks call this, and `save_model` and `save_state`, at once; the first one writes, the others return 0.
+        All ranks call this at once, as `save_model` and `save_state`; rank 0 writes, the others return 0.
         """
         return self.exports.write(self.written(path), self.parameters, dtype, full_tensor)
 
     def save_model(self, folder: str | Path) -> None:
-        """Write a bfloat16 Hugging Face folder that transformers and vLLM load as it is."""
+        """Write a bfloat16 Hugging Face folder, which transformers and vLLM load without conversion."""
         write_folder(self.written(folder), self.model_path, self.parameters)
 
     def save_state(self, folder: str | Path) -> None:
-        """Write parameters, optimizer, progress and random numbers; the files do not tell how many ranks there are."""
+        """Write parameters, optimizer, progress and random state; the files do not depend on the number of ranks."""
         state.save_state(self.written(folder), self.parameters, self.optimizer, self.updates)
 
     def written(self, path: str | Path) -> Path | None:
-        """Where this rank writes; None on all ranks but the first."""
+        """The path on rank 0, which writes; None on the other ranks."""
         return Path(path) if self.world.rank == 0 else None
 
     def load_state(self, folder: str | Path) -> None:
-        """Go on from what `save_state` wrote; the updates that follow are those of a run that never stopped.
+        """Continue from what `save_state` wrote; the updates that follow are those of an uninterrupted run.
 
         Raises:
-            CheckpointError: it is missing, broken, or the state of another model.
+            CheckpointError: a file is missing or broken, or it is the state of another model.
         """
         self.updates = state.load_state(Path(folder), self.parameters, self.optimizer)
         self.start.forget()
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory so far: of tensors on a GPU, else of this process."""
+        """Peak memory so far: of tensors on a GPU, else of this process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Disconnect from the other ranks."""
         self.world.destroy_process_group()

@@ -1,7 +1,7 @@
 """The state of a trainer rank as files: safetensors and JSON, nothing that could execute when it is read.
 
 trainer.safetensors   parameter.NAME, exp_avg.NAME, exp_avg_sq.NAME, step.NAME, and the random number generators
-trainer.json          how many updates were done
+trainer.json          the number of updates done
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 def save_state(folder: Path | None, parameters: Parameters, optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Write everything that training needs to go on as if it had not stopped; without a folder, see `write_tensors`."""
+    """Write everything that training needs to continue exactly; `folder` is None on all ranks but the first."""
     tensors: dict[str, Tensor] = {f"parameter.{name}": parameter for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for moment, value in optimizer.state[parameter].items():
@@ -42,10 +42,10 @@ def save_state(folder: Path | None, parameters: Parameters, optimizer: torch.opt
 
 
 def load_state(folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> int:
-    """Read what `save_state` wrote into parameters and optimizer; returns the updates done.
+    """Read what `save_state` wrote into parameters and optimizer; returns the number of updates done.
 
     Raises:
-        CheckpointError: a file is missing or broken, or it is the state of another model; nothing was changed.
+        CheckpointError: a file is missing or broken, or it is the state of another model; nothing is changed then.
     """
     try:
         updates = int(json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["updates"])
@@ -54,13 +54,13 @@ def load_state(folder: Path, parameters: Parameters, optimizer: torch.optim.Opti
             check_fits(folder, {name: tuple(tensors.get_slice(name).get_shape()) for name in names}, parameters)
             fill(tensors, parameters, optimizer)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} holds no readable trainer state: {error}") from error
+        raise CheckpointError(f"{folder} is not a readable trainer state: {error}") from error
     return updates
 
 
 @torch.no_grad()
 def fill(tensors: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Take every tensor from the file, one at a time, and read of each only what this rank keeps."""
+    """Read the tensors one at a time, and of each only the rows that this rank stores."""
     names = set(tensors.keys())
     for name, parameter in parameters.items():
         rows = local_rows(parameter)
@@ -88,7 +88,7 @@ def check_fits(folder: Path, shapes: Mapping[str, tuple[int, ...]], parameters: 
         shown = ", ".join(f"{n}: {given.get(n)} for {wanted.get(n)}" for n in differing[:SHOWN])
         raise CheckpointError(
             f"{folder} is the state of another model; {len(differing)} parameters differ (saved, expected): {shown}. "
-            "Resume with the model the run began with, or start a run under another name."
+            "Resume with the model that the run started from, or start a run under another name."
         )
     incomplete = sorted(
         f"{moment}.{name}"

@@ -1,18 +1,18 @@
 """Packing: a group becomes a row, which is a tree of tokens.
 
-A group is packed as one tree. Its prompt is the trunk, and its responses branch where their tokens first differ, so
-what several responses share is computed once. The row lists the tree depth first:
+The prompt of the group is the trunk, and the responses branch where their tokens first differ, so a shared prefix is
+computed once. The row lists the tree depth first:
 
-    prompt  p0 p1     responses  a b c | a d e       (the last token of a response predicts nothing and is left out)
+    prompt  p0 p1     responses  a b c | a d e       (the last token of a response predicts nothing: no column)
 
     column     0  1  2  3  4
     token      p0 p1 a  b  d        row
     position   0  1  2  3  3        distance from the root
     end        5  5  5  4  5        the subtree of column j is the columns j <= i < end[j]
 
-Column i may see column j exactly if i lies in the subtree of j: then j is on the path from the root to i, that is, a
-token of the same sequence that stands before it. The six response tokens are predicted from columns 1 (twice: `a` of
-both), 2 (`b` and `d`), 3 and 4. Groups whose prompts begin alike may be grafted onto one tree by the same rule.
+Column i attends to column j if and only if i is in the subtree of j: then j is on the path from the root to i, that is,
+an earlier token of the same sequence. The six response tokens are predicted from columns 1 (twice: `a` of both), 2 (`b`
+and `d`), 3 and 4. Groups whose prompts share a prefix may be grafted onto one tree by the same rule.
 
 Shapes: T columns of a row, K target tokens.
 """
@@ -33,7 +33,7 @@ Aggregation = Literal["token", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The tokens that a loss is computed for; `[K]` arrays.
+    """The tokens that the loss is computed for; `[K]` arrays.
 
     Attributes:
         column: int32, the column whose output predicts the token.
@@ -41,8 +41,8 @@ class Targets:
         old_log_probs: float32, its log-prob when it was sampled.
         versions: int32, the policy version that sampled it.
         advantages: float32, of its rollout.
-        weights: float32, its weight in the sum over the optimizer step: 1, or for the aggregation "sequence" one
-            over the number of target tokens of its rollout.
+        weights: float32, its weight in the sum over the optimizer step: 1, or for the aggregation "sequence" 1 over
+            the number of target tokens of its rollout.
     """
 
     column: Int32Array
@@ -57,7 +57,7 @@ class Targets:
 
     @classmethod
     def join(cls, parts: Sequence[Targets]) -> Targets:
-        """Concatenate, also of nothing."""
+        """Concatenate; the result of no parts is empty."""
         return cls(
             column=concatenate([p.column for p in parts], np.int32),
             target_ids=concatenate([p.target_ids for p in parts], np.int32),
@@ -70,7 +70,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One tree, listed depth first; see the module's docstring.
+    """One tree, listed depth first as the module describes.
 
     Attributes:
         token_ids, positions, ends: `[T]` int32.
@@ -87,11 +87,11 @@ class PackedRow:
 
     @property
     def trunk(self) -> int:
-        """How many leading columns all later columns see."""
+        """Number of leading columns that all later columns attend to."""
         return int(np.argmin(np.append(self.ends == len(self), False)))
 
     def graft(self, other: PackedRow, shared: int) -> PackedRow:
-        """One tree out of two whose trunks have the first `shared` columns in common."""
+        """Merge two trees whose trunks have the first `shared` columns in common."""
         shift = len(self) - shared
         ends = np.concatenate([self.ends, other.ends[shared:] + np.int32(shift)])
         ends[:shared] = len(ends)
@@ -107,9 +107,9 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A path from the root: prompt and response up to the last token that predicts something.
+    """A path from the root: prompt and response up to the last token that predicts a target.
 
-    The `column` of its targets counts along the path.
+    The `column` of its targets is an index into the path.
     """
 
     token_ids: Int32Array
@@ -126,22 +126,25 @@ def pack_group(
 ) -> list[PackedRow]:
     """Pack one group into a row, or into several of at most `max_tokens`, each with the prompt.
 
-    A rollout of advantage 0 has no gradient in the policy loss and is left out (it counts in the denominator all the
-    same), unless `keep_all` asks for it because a KL penalty needs every token. A single rollout that is longer than
-    `max_tokens` gets a row of its own.
+    A rollout with advantage 0 has no gradient in the policy loss and is left out, although it counts in the
+    denominator; `keep_all` keeps it, because a KL penalty needs every token. A single rollout that is longer than
+    `max_tokens` gets its own row.
 
     Args:
         group: n rollouts of one prompt.
         advantages: `[n]` float32.
         max_tokens: bound of a row.
-        aggregation: sets the weights of the targets.
-        keep_all: for a KL penalty.
+        aggregation: determines the weights of the targets.
+        keep_all: keep rollouts with advantage 0.
 
     Raises:
-        DataError: the prompt is empty, so nothing predicts the first response token.
+        DataError: the prompt is empty, so no token predicts the first response token.
     """
     if len(group.prompt.token_ids) == 0:
-        raise DataError(f"prompt {group.uid} (row {group.prompt.row}) has no tokens; a response needs one before it")
+        raise DataError(
+            f"prompt {group.uid} (row {group.prompt.row}) has no tokens. Training needs at least one token before a "
+            "response; remove the row."
+        )
     branches = [
         branch(group.prompt.token_ids, rollout, advantage, aggregation)
         for rollout, advantage in zip(group.rollouts, advantages, strict=True)
@@ -152,7 +155,7 @@ def pack_group(
 
 
 def branch(prompt: Int32Array, rollout: Rollout, advantage: np.float32, aggregation: Aggregation) -> Branch:
-    """The path of one rollout that has at least one token to learn from."""
+    """The path of a rollout with at least one unmasked token."""
     learned = np.flatnonzero(rollout.loss_mask)
     weight = 1.0 if aggregation == "token" else 1.0 / len(learned)
     targets = Targets(
@@ -167,7 +170,7 @@ def branch(prompt: Int32Array, rollout: Rollout, advantage: np.float32, aggregat
 
 
 def split(branches: Sequence[Branch], max_tokens: int) -> list[list[Branch]]:
-    """Cut sorted branches into consecutive parts whose trees have at most `max_tokens` columns."""
+    """Split sorted branches into consecutive parts whose trees have at most `max_tokens` columns."""
     parts: list[list[Branch]] = []
     columns = 0
     for path in branches:
@@ -187,11 +190,11 @@ def pack_row(branches: Sequence[Branch]) -> PackedRow:
     positions: list[Int32Array] = []
     targets: list[Targets] = []
     ends = np.zeros(sum(len(path.token_ids) for path in branches), np.int32)
-    columns = np.zeros(0, np.int32)  # of the present path, from the root
+    columns = np.zeros(0, np.int32)  # of the current path, from the root
     length = 0
     for index, path in enumerate(branches):
         shared = common_start(path.token_ids, branches[index - 1].token_ids) if index else 0
-        ends[columns[shared:]] = length  # what is not shared has no more descendants
+        ends[columns[shared:]] = length  # columns that are not shared have no more descendants
         fresh = np.arange(shared, len(path.token_ids), dtype=np.int32)
         tokens.append(path.token_ids[shared:])
         positions.append(fresh)
@@ -205,12 +208,12 @@ def pack_row(branches: Sequence[Branch]) -> PackedRow:
 
 
 def common_start(one: Int32Array, other: Int32Array) -> int:
-    """How many tokens two sequences have in common at their start."""
+    """Length of the common prefix of two sequences."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def in_token_order(token_ids: Int32Array) -> bytes:
-    """Sort key: in lexicographic order each sequence shares the most with its neighbours."""
-    return token_ids.astype(">i4").tobytes()  # big-endian bytes order as the numbers do
+    """Sort key: in lexicographic order, each sequence shares its longest prefix with a neighbour."""
+    return token_ids.astype(">i4").tobytes()  # big-endian bytes sort like the numbers

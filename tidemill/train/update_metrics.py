@@ -1,4 +1,4 @@
-"""What an optimizer step reports of its tokens, summed over micro-batches and ranks."""
+"""The metrics of an optimizer step, summed over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORRECTION_SUMS: Mapping[OldLogProb, tuple[str, ...]] = {
     "decoupled": ("gap", "weight", "truncated"),
 }
 REFERENCE_SUMS = ("reference",)
-# Sums that are reported as a mean over the tokens, and what that is where there is no token.
+# Sum over tokens: the name of its mean, and the value of that in a step without tokens.
 MEANS = {
     "ratio": ("ratio/mean", 1.0),
     "clipped": ("ratio/clip_fraction", 0.0),
@@ -30,22 +30,23 @@ MEANS = {
 }
 
 
-class Tally:
-    """Running sums, the same ones on every rank whatever its share of the tokens is."""
+class UpdateMetrics:
+    """Running sums; every rank has the same ones, whatever its share of the tokens."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self.names = SUMS + CORRECTION_SUMS[algorithm.old_log_prob] + (REFERENCE_SUMS if algorithm.kl_loss_coef else ())
+        reference = REFERENCE_SUMS if algorithm.kl_loss_coef else ()
+        self.names = SUMS + CORRECTION_SUMS[algorithm.old_log_prob] + reference
         self.sums = torch.zeros(len(self.names), dtype=torch.float64)
         self.weight_max = torch.zeros(1, dtype=torch.float64)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Count one micro-batch: a scalar for each of `names`, and `weight_max` where tokens are weighted."""
+        """Add one micro-batch: a scalar for each of `names`, and `weight_max` if tokens are weighted."""
         self.sums += torch.stack([values[name] for name in self.names]).double().cpu()
         if "weight" in self.names:
             self.weight_max = torch.maximum(self.weight_max, values["weight_max"].double().cpu())
 
-    def reduce(self, world: World) -> None:
-        """Count all ranks together."""
+    def all_reduce(self, world: World) -> None:
+        """Add up all ranks."""
         self.sums = world.all_reduce(self.sums)
         if "weight" in self.names:
             self.weight_max = world.all_reduce(self.weight_max, dist.ReduceOp.MAX)
@@ -55,15 +56,15 @@ class Tally:
         """The sums by name."""
         return dict(zip(self.names, self.sums.tolist(), strict=True))
 
-    def metrics(self) -> dict[str, float]:
-        """`loss`, `tokens`, `skipped` if there are none, and the means over tokens."""
+    def result(self) -> dict[str, float]:
+        """`loss`, `tokens`, `skipped` (1 without tokens, else 0), and the means over tokens."""
         totals = self.totals
         tokens = totals["tokens"]
         means = {
-            metric: totals[name] / tokens if tokens else without
-            for name, (metric, without) in MEANS.items()
+            metric: totals[name] / tokens if tokens else without_tokens
+            for name, (metric, without_tokens) in MEANS.items()
             if name in totals
         }
         if "weight" in totals:
-            means["correction/weight_max"] = self.weight_max.item()  # 0 without a token: below that of any other step
+            means["correction/weight_max"] = self.weight_max.item()  # 0 without tokens: below that of any other step
         return {"loss": totals["loss"], "tokens": tokens, "skipped": float(not tokens), **means}
