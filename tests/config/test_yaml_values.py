@@ -48,5 +48,5 @@ def test_text_that_looks_like_a_number_survives(text: str) -> None:
 
 
 def test_option_of_a_source_in_another_base_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"what follows the question mark: Line 1, column 1: YAML reads 010 as 8"):
+    with pytest.raises(ConfigError, match=r"the part after the question mark: Line 1, column 1: YAML reads 010 as 8"):
         load_rows("reasoning_gym://basic_arithmetic?size=3&seed=010", parse().data)

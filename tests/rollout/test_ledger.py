@@ -212,8 +212,8 @@ def test_a_damaged_state_is_refused(damage: dict[str, object]) -> None:
 
 def step(ledger: Ledger, rng: random.Random, trained: Counter[int]) -> None:
     """One random event that can happen to a run."""
-    flights = list(ledger._flight.items())
-    uid, stage = rng.choice(flights) if flights else (None, None)
+    in_flight = list(ledger._in_flight.items())
+    uid, stage = rng.choice(in_flight) if in_flight else (None, None)
     event = rng.random()
     if uid is None or event < 0.4:
         if ledger.next_uid() is not None:

@@ -63,7 +63,7 @@ def test_a_missing_file_is_named_with_the_setting(tmp_path: Path) -> None:
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no prompts in it"):
+    with pytest.raises(DataError, match="it has no prompts"):
         load(jsonl(tmp_path, "", ""))
 
 
@@ -148,5 +148,5 @@ def test_other_objects_are_refused(source: str, tmp_path: Path) -> None:
 
 
 def test_object_without_a_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no object store to ask"):
+    with pytest.raises(ConfigError, match="no object store is configured"):
         load("s3://data/prompts.jsonl")

@@ -1,11 +1,11 @@
 """The bounded queue of finished groups between rollouter and trainer.
 
-    put ─► [ queued, by arrival ] ─► lease ─► acknowledge        (trained: forgotten)
+    put ─► [ queued, by arrival ] ─► lease ─► acknowledge        (trained: removed)
                    ▲   │                 └──► release ─┐         (not trained: back to the head)
                    │   └─► swept (too old), dropped (drop_oldest)│
                    └─────────────────────────────────────────────┘
 
-Plain asyncio; `actors.queue` puts one into a process of its own.
+Plain asyncio; `actors.queue` runs one in a Ray actor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_LEASE = 0  # id of a lease without groups
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Generic[Ref]):
-    """A delivery and its place in the order of arrival, which survives lease and release."""
+    """A delivery and its place in the order of arrival, which it keeps over lease and release."""
 
     ordinal: int
     delivery: Delivery[Ref]
@@ -35,15 +35,15 @@ class Arrival(Generic[Ref]):
 class MessageQueue(Generic[Ref]):
     """Bounded queue with leases, back-pressure and a staleness bound, oldest version first; implements `Queue`.
 
-    Waiting producers are served in the order in which they came, and so are consumers: a large batch is not
-    overtaken by a small one. A cancelled or timed-out waiter has stored and taken nothing. `capacity` counts queued
-    groups only, so leased groups never block a producer, and a released lease may exceed it for a moment.
+    Producers are served in the order of their calls, and so are consumers: a small batch does not overtake a large one.
+    A cancelled or timed-out call has stored and taken nothing. `capacity` counts queued groups only, so leased groups
+    never block a producer, and a released lease may exceed it for a moment.
 
     All calls must come from one event loop.
     """
 
     def __init__(self, capacity: int, max_staleness: int, when_full: WhenFull = "block") -> None:
-        """An empty, open queue.
+        """Create an empty, open queue.
 
         Args:
             capacity: groups queued at most, at least 1.
@@ -54,7 +54,7 @@ class MessageQueue(Generic[Ref]):
             ConfigError: `capacity` is out of range.
         """
         if capacity < 1:
-            raise ConfigError("queue.capacity", capacity, "at least 1", "Give the queue room for one batch.")
+            raise ConfigError("queue.capacity", capacity, "at least 1", "The queue needs room for one batch.")
         self.capacity, self.max_staleness, self.when_full = capacity, max_staleness, when_full
         self.queued: deque[Arrival[Ref]] = deque()
         self.leases: dict[int, list[Arrival[Ref]]] = {}
@@ -66,11 +66,11 @@ class MessageQueue(Generic[Ref]):
         self.consumers: deque[asyncio.Event] = deque()
 
     async def put(self, deliveries: Sequence[Delivery[Ref]], timeout_s: float) -> list[int]:
-        """Append in order, waiting for room; returns the uids dropped for it (policy `drop_oldest`, else none).
+        """Append in order, waiting for room; returns the uids that `drop_oldest` dropped for it.
 
         Raises:
             TimeoutError: no room in time; nothing of `deliveries` was stored.
-            RunError: the queue is closed, or was while waiting (nothing was stored); or the batch can never fit.
+            RunError: the queue is or becomes closed (nothing was stored), or the batch can never fit.
         """
         if len(deliveries) > self.capacity:
             raise RunError(
@@ -80,17 +80,17 @@ class MessageQueue(Generic[Ref]):
         count = len(deliveries)
         async with self.turn(self.producers, lambda: self.can_put(count), timeout_s, f"room for {count} groups"):
             if self.closed:
-                raise RunError(f"put of {count} groups into a closed queue; nothing of them was stored")
+                raise RunError(f"put of {count} groups into a closed queue; none of them was stored")
             return self.store(deliveries)
 
     async def offer(self, batches: Sequence[Sequence[Delivery[Ref]]]) -> list[list[int] | None]:
         """Many puts in one call that never waits.
 
-        Stores the batches one after the other, up to the first that a `put` would not store at once: because there is
-        no room, producers stand in line already, or it would fail.
+        Stores the batches one after the other, up to the first that a `put` would not store at once: because the queue
+        is full, other producers wait already, or the put would fail.
 
         Returns:
-            For each batch what `put` returns, or None: nothing of it was stored, and it is to be put.
+            For each batch the result of `put`, or None: nothing of it was stored, and the caller has to `put` it.
         """
         answers: list[list[int] | None] = []
         for batch in batches:
@@ -103,15 +103,15 @@ class MessageQueue(Generic[Ref]):
     async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Ref]:
         """Take the `count` groups of the oldest versions, ordered by uid; fewer only once the queue is closed.
 
-        Of one version those go first that arrived first. A group that took long arrives behind younger ones; in order
-        of arrival it would become too old while they are trained (earliest deadline first).
+        Among groups of one version the first arrival goes first. A group that took long arrives after younger ones; in
+        order of arrival it would become too old while they are trained (earliest deadline first).
 
         Groups with `version - usable_version > max_staleness` leave the queue and are named in `swept`. A call that
-        sweeps and cannot be filled returns at once, with no deliveries and the id `NO_LEASE`: the caller has the
-        swept prompts issued again and calls anew. Otherwise the caller might wait for groups that only it can order.
+        sweeps and has too few groups returns at once, with no deliveries and the id `NO_LEASE`: the caller has the
+        swept prompts issued again and calls anew. Otherwise it might wait for groups that only it can have issued.
 
-        A closed queue hands out what is left. `ended` says that nothing is queued behind this lease; a lease still
-        open elsewhere may be released and then be leased again. A lease without groups is not to be acknowledged.
+        A closed queue hands out the remaining groups. `ended` says that no queued group follows this lease; another
+        open lease may be released and its groups leased again. A lease without groups must not be acknowledged.
 
         Raises:
             TimeoutError: not enough groups in time; nothing was taken or swept.
@@ -128,32 +128,32 @@ class MessageQueue(Generic[Ref]):
             return Lease(self.remember(taken), deliveries, swept, ended=self.closed and not self.queued)
 
     async def acknowledge(self, lease_id: int) -> None:
-        """The groups of this lease are trained; forget them.
+        """Remove the groups of this lease, which are trained.
 
         Raises:
-            RunError: there is no such lease (any more).
+            RunError: no lease of this id is open.
         """
         self.trained += len(self.forget(lease_id))
 
     async def release(self, lease_id: int) -> None:
-        """Return the groups of this lease to the head, where they stood by arrival.
+        """Return the groups of this lease to the queue, at their places by arrival.
 
         Raises:
-            RunError: there is no such lease (any more).
+            RunError: no lease of this id is open.
         """
         returned = self.forget(lease_id)
         self.queued = deque(sorted([*returned, *self.queued], key=lambda arrival: arrival.ordinal))
         self.wake()
 
     async def close(self) -> None:
-        """No group will follow: waiting producers fail, waiting consumers get what is left. Displaces nothing."""
+        """No group will follow: waiting producers fail, waiting consumers get the remaining groups. Drops nothing."""
         self.closed = True
         self.wake()
 
     async def stats(self) -> Mapping[str, float]:
         """`depth`, `leased`, `capacity` now; `put`, `trained`, `dropped`, `swept` so far; all in groups.
 
-        `oldest_version` is that of the queued groups, -1 if there is none.
+        `oldest_version` is that of the queued groups, -1 if the queue is empty.
         """
         return {
             "depth": len(self.queued),
@@ -170,9 +170,9 @@ class MessageQueue(Generic[Ref]):
     async def turn(
         self, line: deque[asyncio.Event], ready: Callable[[], bool], timeout_s: float, waiting_for: str
     ) -> AsyncIterator[None]:
-        """Stand in line until first and `ready`, then run the body, which must not await, and let the next one try.
+        """Wait to be first in `line` and `ready`, then run the body, which must not await, and wake the next waiter.
 
-        The waiter itself acts after it woke, so one that is cancelled in that very moment has changed nothing.
+        A waiter acts itself after it is woken, so a waiter that is cancelled at that moment has changed nothing.
         """
         ticket = asyncio.Event()
         line.append(ticket)
@@ -189,22 +189,22 @@ class MessageQueue(Generic[Ref]):
             self.wake()
 
     def wake(self) -> None:
-        """Something changed: let the first producer and the first consumer look; each wakes the next when it leaves."""
+        """After a change: wake the first producer and the first consumer; each wakes the next one when it leaves."""
         for line in (self.producers, self.consumers):
             if line:
                 line[0].set()
 
     def can_put(self, count: int) -> bool:
-        """Whether `put` of `count` groups can go on."""
+        """Whether a `put` of `count` groups need not wait."""
         return self.closed or self.when_full == "drop_oldest" or len(self.queued) + count <= self.capacity
 
     def can_lease(self, count: int, version: int) -> bool:
-        """Whether `lease` has something to return."""
+        """Whether a `lease` need not wait."""
         enough = self.closed or len(self.queued) >= count or self.unreported
         return bool(enough) or any(self.stale(arrival, version) for arrival in self.queued)
 
     def store(self, deliveries: Sequence[Delivery[Ref]]) -> list[int]:
-        """Append in order; returns the uids dropped for it."""
+        """Append in order; returns the uids that were dropped for it."""
         dropped = self.drop_oldest(len(deliveries))
         for delivery in deliveries:
             self.arrived += 1
@@ -216,7 +216,7 @@ class MessageQueue(Generic[Ref]):
         return version - arrival.delivery.header.usable_version > self.max_staleness
 
     def drop_oldest(self, count: int) -> list[int]:
-        """Make room for `count` groups; only the policy `drop_oldest` comes here without room."""
+        """Make room for `count` groups; without the policy `drop_oldest` the queue has room already."""
         surplus = max(0, len(self.queued) + count - self.capacity)
         self.dropped += surplus
         return [self.queued.popleft().delivery.header.uid for _ in range(surplus)]
@@ -229,7 +229,7 @@ class MessageQueue(Generic[Ref]):
         return taken
 
     def sweep(self, version: int) -> tuple[int, ...]:
-        """Remove what is too old; names also what was removed without anyone hearing of it."""
+        """Remove groups that are too old; returns their uids, and the `unreported` ones."""
         old = tuple(arrival.delivery.header.uid for arrival in self.queued if self.stale(arrival, version))
         self.queued = deque(arrival for arrival in self.queued if not self.stale(arrival, version))
         self.swept += len(old)
@@ -248,12 +248,12 @@ class MessageQueue(Generic[Ref]):
         """Close a lease."""
         if lease_id not in self.leases:
             raise RunError(
-                f"lease {lease_id} is not open: it was acknowledged or released before, or held no groups; open are "
+                f"lease {lease_id} is not open: it was acknowledged or released before, or held no groups. open are "
                 f"{sorted(self.leases)}"
             )
         return self.leases.pop(lease_id)
 
 
 def urgency(arrival: Arrival[Any]) -> tuple[int, int]:
-    """Sorts groups by how soon they become too old, those of one version by arrival."""
+    """Sort key: groups of the oldest version first, and by arrival among those of one version."""
     return arrival.delivery.header.oldest_version, arrival.ordinal

@@ -1,14 +1,14 @@
-"""The ledger: what became of every prompt occurrence. Pure bookkeeping, no IO.
+"""The ledger: the state of every prompt occurrence. Pure bookkeeping, no I/O.
 
-An occurrence (`uid`) is waiting, dispatched, queued, trained or quarantined; it waits when it was dropped, or passed
-over when a later one was dispatched:
+An occurrence (`uid`) is waiting, dispatched, queued, trained or quarantined. It waits after it was dropped, or when a
+later one was dispatched before it:
 
     waiting ──dispatched──► dispatched ──queued──► queued ──trained──► trained
        ▲                        │  │                 │
        └──── dropped, failed ───┘  └─ quarantine     └── dropped ──► waiting
 
 An *issue* is one dispatch attempt. An occurrence that is dropped twice and trained at the third attempt was issued
-three times, dropped twice and trained once, so at every moment
+three times, dropped twice and trained once. At every moment
 
     issued == trained + sum(dropped by reason) + quarantined + in flight (dispatched or queued).
 """
@@ -37,7 +37,7 @@ class Ledger:
         self.total = total
         self._cursor = 0
         self._waiting: list[int] = []
-        self._flight: dict[int, Stage] = {}
+        self._in_flight: dict[int, Stage] = {}
         self._issued = 0
         self._trained = 0
         self._dropped: Counter[str] = Counter()
@@ -47,10 +47,7 @@ class Ledger:
         self._crashed: dict[int, int] = {}
 
     def next_uid(self) -> int | None:
-        """The occurrence to dispatch next: what waits first, lowest first, then a new one; None when there is none.
-
-        Does not change anything; `dispatched` does.
-        """
+        """The occurrence to dispatch next: the lowest that waits, else a new one; None at the end of the stream."""
         if self._waiting:
             return self._waiting[0]
         if self.total is not None and self._cursor >= self.total:
@@ -58,15 +55,15 @@ class Ledger:
         return self._cursor
 
     def upcoming(self, most: int) -> list[int]:
-        """What `next_uid` would return one after the other, if each was dispatched; `most` of them at most."""
+        """The next `most` occurrences in the order of `next_uid`; fewer at the end of the stream."""
         new = count(self._cursor) if self.total is None else range(self._cursor, self.total)
         return list(islice(chain(sorted(self._waiting), new), most))
 
     def dispatched(self, uid: int) -> None:
-        """Count one issue of `uid`, which waits or was never issued; new ones before it wait from now on.
+        """Count one issue of `uid`. New occurrences before it wait from now on.
 
         Raises:
-            RunError: it is neither, or beyond the end of the stream.
+            RunError: it neither waits nor is new, or it is beyond the end of the stream.
         """
         if uid in self._waiting:
             self._waiting.remove(uid)
@@ -76,10 +73,8 @@ class Ledger:
                 heapq.heappush(self._waiting, passed)
             self._cursor = uid + 1
         else:
-            raise RunError(
-                f"occurrence {uid} cannot be dispatched: it is {self._flight.get(uid) or self._whereabouts(uid)}"
-            )
-        self._flight[uid] = "dispatched"
+            raise RunError(f"occurrence {uid} cannot be dispatched: it is {self._state_of(uid)}")
+        self._in_flight[uid] = "dispatched"
         self._issued += 1
 
     def queued(self, uid: int) -> None:
@@ -89,15 +84,15 @@ class Ledger:
             RunError: it was not dispatched.
         """
         self._require(uid, ("dispatched",), "queued")
-        self._flight[uid] = "queued"
+        self._in_flight[uid] = "queued"
         self._outlasted.pop(uid, None)
         self._crashed.pop(uid, None)
 
     def trained(self, uids: Iterable[int]) -> None:
-        """These occurrences are in the parameters: all of them, or on error none.
+        """The parameters include these occurrences: all of them, or on error none.
 
         Raises:
-            RunError: one was trained before, is named twice, or was never queued; exactly-once is an invariant.
+            RunError: one was trained before, is named twice, or was never queued.
         """
         batch = list(uids)
         if len(set(batch)) != len(batch):
@@ -105,18 +100,18 @@ class Ledger:
         for uid in batch:
             self._require(uid, ("queued",), "trained")
         for uid in batch:
-            del self._flight[uid]
+            del self._in_flight[uid]
             self._attempts.pop(uid, None)
         self._trained += len(batch)
 
     def dropped(self, uid: int, reason: str) -> None:
-        """The group was lost on its way for no fault of the prompt: count the reason, issue it again.
+        """The group was lost through no fault of the prompt: count the reason, issue it again.
 
         Raises:
             RunError: it is neither dispatched nor queued.
         """
         self._require(uid, ("dispatched", "queued"), f"dropped ({reason})")
-        del self._flight[uid]
+        del self._in_flight[uid]
         self._dropped[reason] += 1
         heapq.heappush(self._waiting, uid)
 
@@ -124,43 +119,43 @@ class Ledger:
         """An attempt failed: issue it again, or quarantine it at the `max_attempts`-th failure.
 
         Returns:
-            True when the occurrence is quarantined now.
+            Whether the occurrence is quarantined.
 
         Raises:
             RunError: it is not in flight.
         """
-        return self._once_more(self._attempts, uid, max_attempts, reason, reason)
+        return self._drop_or_quarantine(self._attempts, uid, max_attempts, reason, reason)
 
     def outlasted(self, uid: int, max_attempts: int) -> bool:
-        """A dispatched occurrence became too old before it was generated to its end, whatever else the run did.
+        """A dispatched occurrence became too old during its generation.
 
-        It is dropped as "stale" and issued again, or at the `max_attempts`-th time in a row quarantined as
+        It is dropped as "stale" and issued again; the `max_attempts`-th time in a row it is quarantined as
         "never_fits".
 
         Returns:
-            True when the occurrence is quarantined now.
+            Whether the occurrence is quarantined.
 
         Raises:
             RunError: it is not in flight.
         """
-        return self._once_more(self._outlasted, uid, max_attempts, "stale", "never_fits")
+        return self._drop_or_quarantine(self._outlasted, uid, max_attempts, "stale", "never_fits")
 
     def crashed(self, uid: int, max_crashes: int) -> bool:
-        """The engine that generated a dispatched occurrence died of itself; the occurrence may be to blame.
+        """The engine crashed while it generated a dispatched occurrence, which may be the cause.
 
-        It is dropped as "engine_lost" and issued again, or at the `max_crashes`-th time in a row quarantined as
+        It is dropped as "engine_lost" and issued again; the `max_crashes`-th time in a row it is quarantined as
         "kills_engine".
 
         Returns:
-            True when the occurrence is quarantined now.
+            Whether the occurrence is quarantined.
 
         Raises:
             RunError: it is not in flight.
         """
-        return self._once_more(self._crashed, uid, max_crashes, "engine_lost", "kills_engine")
+        return self._drop_or_quarantine(self._crashed, uid, max_crashes, "engine_lost", "kills_engine")
 
-    def _once_more(self, times: dict[int, int], uid: int, most: int, reason: str, verdict: str) -> bool:
-        """Count one more of `times` and drop it for `reason`, or at the `most`-th quarantine it as `verdict`."""
+    def _drop_or_quarantine(self, times: dict[int, int], uid: int, most: int, reason: str, verdict: str) -> bool:
+        """Add one to `times`; drop the occurrence for `reason`, or the `most`-th time quarantine it as `verdict`."""
         count = times.get(uid, 0) + 1
         if count >= most:
             self.quarantine(uid, verdict)
@@ -170,24 +165,24 @@ class Ledger:
         return False
 
     def quarantine(self, uid: int, reason: str) -> None:
-        """Set a dispatched occurrence aside; it is never issued again.
+        """Never issue a dispatched or queued occurrence again.
 
         Raises:
             RunError: it is not in flight.
         """
         self._require(uid, ("dispatched", "queued"), f"quarantined ({reason})")
-        del self._flight[uid]
+        del self._in_flight[uid]
         self._attempts.pop(uid, None)
         self._outlasted.pop(uid, None)
         self._crashed.pop(uid, None)
         self._quarantined[uid] = reason
 
     def failures(self, uid: int) -> int:
-        """Failed attempts of an occurrence so far."""
+        """Failed attempts of an occurrence."""
         return self._attempts.get(uid, 0)
 
     def crashes(self, uid: int) -> int:
-        """Engines in a row that died of themselves while they generated an occurrence."""
+        """Engine crashes in a row during the generation of an occurrence."""
         return self._crashed.get(uid, 0)
 
     @property
@@ -197,17 +192,17 @@ class Ledger:
 
     @property
     def trained_count(self) -> int:
-        """Occurrences trained since the start of the run, over restarts."""
+        """Occurrences trained since the run began, over restarts."""
         return self._trained
 
     def counts(self) -> dict[str, int]:
         """`issued`, `trained`, `quarantined`, `dispatched`, `queued`, `waiting` and `dropped/REASON`."""
-        queued = sum(stage == "queued" for stage in self._flight.values())
+        queued = sum(stage == "queued" for stage in self._in_flight.values())
         return {
             "issued": self._issued,
             "trained": self._trained,
             "quarantined": len(self._quarantined),
-            "dispatched": len(self._flight) - queued,
+            "dispatched": len(self._in_flight) - queued,
             "queued": queued,
             "waiting": len(self._waiting),
             **{f"dropped/{reason}": count for reason, count in sorted(self._dropped.items())},
@@ -217,9 +212,9 @@ class Ledger:
         """Verify the balance of issues and of occurrences.
 
         Raises:
-            RunError: the books do not balance.
+            RunError: they do not balance.
         """
-        in_flight = len(self._flight)
+        in_flight = len(self._in_flight)
         ended = self._trained + self._dropped.total() + len(self._quarantined)
         if self._issued != ended + in_flight:
             raise RunError(f"ledger out of balance: issued {self._issued}, ended {ended}, in flight {in_flight}")
@@ -228,10 +223,10 @@ class Ledger:
             raise RunError(f"ledger out of balance: cursor {self._cursor}, but {seen} occurrences are accounted for")
 
     def state(self) -> dict[str, Any]:
-        """JSON value for `restore`; its size grows with what is outstanding or quarantined, not with the run."""
+        """JSON value for `restore`; its size depends on the occurrences outstanding or quarantined, not on the run."""
         return {
             "cursor": self._cursor,
-            "outstanding": sorted([*self._waiting, *self._flight]),
+            "outstanding": sorted([*self._waiting, *self._in_flight]),
             "issued": self._issued,
             "trained": self._trained,
             "dropped": dict(self._dropped),
@@ -243,10 +238,10 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any], total: int | None) -> Ledger:
-        """The ledger from which a restarted run goes on.
+        """The ledger of a run that resumes.
 
-        Everything issued but not trained at the snapshot is issued again first, in order, and what was in flight
-        counts as dropped for "restart".
+        Occurrences that were issued and not trained at the snapshot are issued again first, in order. Those that were
+        in flight count as dropped for "restart".
 
         Raises:
             CheckpointError: the state is damaged, or the stream is shorter than what was issued from it.
@@ -266,25 +261,23 @@ class Ledger:
         if total is not None and ledger._cursor > total:
             raise CheckpointError(
                 f"the checkpoint has issued {ledger._cursor} prompts and the data holds {total}. "
-                "Resume with the data and data.epochs that the run began with."
+                "Resume with the data and the data.epochs of the run's beginning."
             )
         if lost:
             ledger._dropped["restart"] += lost
-        ledger._check_restored()
-        return ledger
-
-    def _check_restored(self) -> None:
         try:
-            self.check()
+            ledger.check()
         except RunError as error:
             raise CheckpointError(f"the ledger in the checkpoint is damaged: {error}") from error
+        return ledger
 
     def _require(self, uid: int, stages: tuple[Stage, ...], verb: str) -> None:
-        stage = self._flight.get(uid)
-        if stage not in stages:
-            raise RunError(f"occurrence {uid} cannot be {verb}: it is {stage or self._whereabouts(uid)}")
+        if self._in_flight.get(uid) not in stages:
+            raise RunError(f"occurrence {uid} cannot be {verb}: it is {self._state_of(uid)}")
 
-    def _whereabouts(self, uid: int) -> str:
+    def _state_of(self, uid: int) -> str:
+        if uid in self._in_flight:
+            return self._in_flight[uid]
         if uid in self._quarantined:
             return f"quarantined ({self._quarantined[uid]})"
         if uid in self._waiting:

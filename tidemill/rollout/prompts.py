@@ -1,7 +1,7 @@
-"""Prompts: rows rendered as the token ids that an engine receives, in a deterministic endless or finite order.
+"""Prompts: rows rendered as token ids for an engine, in a deterministic order, endless or finite.
 
 Occurrence `uid` is position `uid % N` of epoch `uid // N`, where N is the number of rows. Each epoch has its own
-permutation of the rows, drawn from (seed, epoch) alone, so that any occurrence can be named after a restart.
+permutation of the rows, drawn from (seed, epoch) alone, so that a restarted run finds the same prompt for a `uid`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,19 @@ from tidemill.errors import ConfigError, DataError, ModelError
 from tidemill.records import Int32Array, Prompt
 from tidemill.rollout.sources import Fetch, Row, load_rows
 
-KEPT_EPOCHS = 2  # the present one, and the one before it for prompts that are issued again
+KEPT_EPOCHS = 2  # the present one, and the previous one for prompts that are issued again
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that a run uses."""
 
     chat_template: str | None
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        """Render messages as text."""
-        ...
+    ) -> str: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
-        ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 class PromptSet:
@@ -85,7 +81,7 @@ class PromptSet:
         return int(self._order(epoch)[position])
 
     def at(self, row: int) -> Prompt:
-        """The prompt of a row, whose uid is the row: the order of the data, for evaluation."""
+        """The prompt of a row in the order of the data, for evaluation; its uid is the row."""
         if row not in self._rendered:
             self._rendered[row] = self._render(row)
         return self._rendered[row]
@@ -95,14 +91,14 @@ class PromptSet:
         return len(prompt.token_ids) > self._config.max_prompt_tokens
 
     def digest(self) -> str:
-        """SHA-256 over the rows, by which a restart sees that they are still the same."""
+        """SHA-256 over the rows; a restart compares it with that of the checkpoint."""
         sha = hashlib.sha256()
         for row in self._rows:
             sha.update(json.dumps(row, sort_keys=True).encode() + b"\n")
         return sha.hexdigest()
 
     def canary(self) -> Int32Array:
-        """`[T]` int32, T of 2 to `max_prompt_tokens`: the first prompt, cut if it is too long for an engine.
+        """`[T]` int32, 2 <= T <= `max_prompt_tokens`: the first prompt of at least two tokens, cut to the maximum.
 
         Raises:
             DataError: no row has two tokens.
@@ -111,7 +107,7 @@ class PromptSet:
             token_ids = self.at(row).token_ids[: self._config.max_prompt_tokens]
             if len(token_ids) >= 2:
                 return token_ids
-        raise DataError("no prompt has two tokens, so that nothing can be compared between trainer and engine")
+        raise DataError("no prompt has two tokens; the comparison of trainer and engine needs one")
 
     def _order(self, epoch: int) -> Int32Array:
         if epoch not in self._orders:
@@ -128,7 +124,7 @@ class PromptSet:
             uid=row,
             row=row,
             token_ids=encode(self._tokenizer, as_messages(content, self._config.system_prompt)),
-            text=question(content),
+            text=question_of(content),
             answer=as_text(answer),
             extra=columns,
         )
@@ -160,16 +156,16 @@ def encode(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> Int32Array:
     return np.array(ids, dtype=np.int32)
 
 
-def question(content: str | list[dict[str, str]]) -> str:
-    """What the user asked: the string, or the last user message (else the last message)."""
+def question_of(content: str | list[dict[str, str]]) -> str:
+    """The user's question: the string, or the last user message (else the last message)."""
     if isinstance(content, str):
         return content
-    asked = [message["content"] for message in content if message["role"] == "user"]
-    return asked[-1] if asked else content[-1]["content"]
+    questions = [message["content"] for message in content if message["role"] == "user"]
+    return questions[-1] if questions else content[-1]["content"]
 
 
 def take(columns: dict[str, Any], key: str) -> Any:
-    """Remove a column and return it; `a.b` that is no column is the value `b` in the mappings of column `a`."""
+    """Remove a column and return it; if there is no column `a.b`, the value `b` of the mapping in column `a`."""
     if key in columns:
         return columns.pop(key)
     first, dot, rest = key.partition(".")
@@ -178,7 +174,7 @@ def take(columns: dict[str, Any], key: str) -> Any:
 
 
 def as_text(answer: Any) -> str | None:
-    """The reference answer as a string; numbers and lists as JSON writes them."""
+    """The reference answer as a string; numbers and lists as JSON."""
     return answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
@@ -198,39 +194,34 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer, seed: int, fetch: Fetch | None = None) -> PromptSet:
-    """The training prompts of a config; see `sources.load_rows`."""
+    """The training prompts of a config. Errors as `sources.load_rows`."""
     return PromptSet(load_rows(config.train, config, fetch=fetch), tokenizer, config, seed)
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, seed: int, fetch: Fetch | None = None) -> PromptSet | None:
-    """The held-out prompts of a config, if it names any."""
+    """The held-out prompts of a config, if it names any. Errors as `sources.load_rows`."""
     if config.held_out is None:
         return None
     return PromptSet(load_rows(config.held_out, config, "data.held_out", fetch), tokenizer, config, seed)
 
 
 def data_digests(train: PromptSet, held_out: PromptSet | None) -> dict[str, str | None]:
-    """What identifies the rows of a run, by the setting that names them."""
+    """Digests of the rows of a run, by the setting that names their source."""
     return {"data.train": train.digest(), "data.held_out": held_out.digest() if held_out is not None else None}
 
 
 def check_same_data(config: DataConfig, saved: Mapping[str, object], digests: Mapping[str, str | None]) -> None:
-    """Refuse to go on with other rows than a run began with: its ledger counts occurrences of those.
+    """Refuse to resume with rows that differ from the checkpoint's: the ledger counts occurrences of those.
 
     Args:
         config: names the sources.
-        saved: holds the digests of the checkpoint.
-        digests: of the rows as they are now.
+        saved: the digests in the checkpoint.
+        digests: of the present rows.
 
     Raises:
         ConfigError: naming the source that has changed.
     """
     for (key, digest), source in zip(digests.items(), (config.train, config.held_out), strict=True):
         if saved.get(key) != digest:
-            fix = "Restore it, or begin a new run with the changed one."
+            fix = "Restore the source, or start a new run with the changed one."
             raise ConfigError(key, source, "the same rows as when the run began", fix)
-
-
-def columns_of(prompt: Prompt) -> Mapping[str, Any]:
-    """What a reward function may see of a prompt besides the response."""
-    return {"prompt": prompt.text, "answer": prompt.answer, "extra": dict(prompt.extra)}

@@ -1,4 +1,4 @@
-"""Prompt sources: read rows from a file here or in the object store, a dataset hub or a task generator.
+"""Prompt sources: rows of a local file, a file in the object store, a dataset of the hub or a task generator.
 
 A row is a plain dict of JSON values. Every row has a non-empty prompt: a string, or chat messages.
 """
@@ -26,7 +26,7 @@ Fetch = Callable[[str, Path], None]
 """Brings the object `s3://bucket/key` to a file: `models.locate.Locator.fetch_file`."""
 
 FORMS = (
-    "a .jsonl or .parquet file, here or s3://BUCKET/KEY, hf://DATASET:SPLIT[?OPTION=VALUE], or "
+    "a .jsonl or .parquet file, local or s3://BUCKET/KEY, hf://DATASET:SPLIT[?OPTION=VALUE], or "
     "reasoning_gym://TASK[?OPTION=VALUE]"
 )
 
@@ -37,8 +37,8 @@ def load_rows(source: str, config: DataConfig, key: str = "data.train", fetch: F
     Args:
         source: what `data.train` or `data.held_out` holds.
         config: names of the columns.
-        key: the setting that `source` stands in, for messages.
-        fetch: of the run's object store, for sources that lie there.
+        key: the setting that holds `source`, for messages.
+        fetch: downloads from the run's object store.
 
     Raises:
         DataError: naming the source and the line or row.
@@ -47,12 +47,12 @@ def load_rows(source: str, config: DataConfig, key: str = "data.train", fetch: F
     """
     rows = [check_row(row, where, config.prompt_key) for where, row in located_rows(source, config, key, fetch)]
     if not rows:
-        raise DataError(f"{source}: no prompts in it; {key} needs at least one")
+        raise DataError(f"{source}: it has no prompts; {key} needs at least one")
     return rows
 
 
 def located_rows(source: str, config: DataConfig, key: str, fetch: Fetch | None) -> Iterable[Located]:
-    """Rows with the place that each came from."""
+    """Rows, each with its place in the source."""
     scheme, separator, rest = source.partition("://")
     if separator and scheme in ("hf", "reasoning_gym"):
         name, _, query = rest.partition("?")
@@ -60,13 +60,15 @@ def located_rows(source: str, config: DataConfig, key: str, fetch: Fetch | None)
         return hub_rows(name, options, key) if scheme == "hf" else task_rows(name, options, config, key)
     path = Path(source)
     if scheme not in ("s3", source) or path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(key, source, FORMS, "Convert the file, or mend the name.")
+        raise ConfigError(key, source, FORMS, "Convert the file, or correct the name.")
     if separator:
         if fetch is None:
-            raise ConfigError(key, source, "a file of this machine: there is no object store to ask", "Bring it here.")
+            raise ConfigError(key, source, "a local file, because no object store is configured", "Copy the file here.")
         return stored_rows(source, fetch)
     if not path.is_file():
-        raise DataError(f"{path}: no such file. Set {key} to a file that exists; relative names start at the config.")
+        raise DataError(
+            f"{path}: no such file. Set {key} to a file that exists; a relative path starts at the config's folder."
+        )
     return file_rows(path, source)
 
 
@@ -79,7 +81,7 @@ def stored_rows(source: str, fetch: Fetch) -> Iterator[Located]:
 
 
 def file_rows(path: Path, name: str) -> Iterator[Located]:
-    """Rows of a file that messages call by `name`."""
+    """Rows of a local file; messages call it `name`."""
     return jsonl_rows(path, name) if path.suffix == ".jsonl" else parquet_rows(path, name)
 
 
@@ -94,7 +96,7 @@ def query_options(query: str, key: str, source: str) -> dict[str, Any]:
         return {name: load_yaml(value) for name, value in pairs}
     except (ValueError, yaml.YAMLError) as error:
         why = said(error) if isinstance(error, yaml.YAMLError) else error
-        raise ConfigError(key, source, FORMS, f"Mend what follows the question mark: {why}.") from error
+        raise ConfigError(key, source, FORMS, f"Correct the part after the question mark: {why}.") from error
 
 
 def jsonl_rows(path: Path, name: str) -> Iterator[Located]:
@@ -110,7 +112,7 @@ def jsonl_rows(path: Path, name: str) -> Iterator[Located]:
 
 
 def parquet_rows(path: Path, name: str) -> Iterator[Located]:
-    """Rows of a parquet file, numbered from 1; values that JSON lacks, such as dates, become strings."""
+    """Rows of a parquet file, numbered from 1; values without a JSON form, such as dates, become strings."""
     pyarrow = import_library("pyarrow", "pyarrow")
     parquet = import_library("pyarrow.parquet", "pyarrow")
     try:
@@ -143,7 +145,7 @@ def task_rows(task: str, options: Mapping[str, Any], config: DataConfig, key: st
     try:
         entries = list(gym.create_dataset(task, **options))
     except (ValueError, TypeError, AssertionError) as error:
-        fix = "Name a task of reasoning_gym, such as basic_arithmetic, and options that it takes."
+        fix = "Name a task of reasoning_gym, such as basic_arithmetic, and options that it accepts."
         raise DataError(f"{key} = {source} with options {options}: {error}. {fix}") from error
     for number, entry in enumerate(entries, start=1):
         row = {config.prompt_key: entry["question"], config.answer_key: entry["answer"], "entry": as_json(entry)}
@@ -151,7 +153,7 @@ def task_rows(task: str, options: Mapping[str, Any], config: DataConfig, key: st
 
 
 def check_row(row: Any, where: str, prompt_key: str) -> Row:
-    """Refuse what is not an object with a usable prompt."""
+    """Refuse a row that is not an object with a usable prompt."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be an object, not {type(row).__name__}")
     if prompt_key not in row:
@@ -170,7 +172,7 @@ def is_message(message: Any) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """The value as it looks after a trip through JSON; what JSON lacks becomes a string."""
+    """The value after a round trip through JSON; values without a JSON form become strings."""
     return json.loads(json.dumps(value, default=str))
 
 
