@@ -1,9 +1,9 @@
-"""The whole thing, by hand: the demo trains in pods with vLLM, loses an engine and then its head, and leaves nothing.
+"""The demo on a cluster, by hand: it trains in pods with vLLM, loses an engine and then its head, and leaves nothing.
 
     make test-cluster-full
 
-Needs KUBECONFIG, the images of `make images minio-image` on the nodes, and a place where the names of services resolve,
-such as a pod of the cluster. Prints what happens when, as docs/kubernetes.md shows it.
+Needs KUBECONFIG, the images of `make images minio-image` on the nodes, and DNS that resolves the names of services, as
+in a pod of the cluster. Prints the output of the run and the faults, with the minutes since the start.
 """
 
 from __future__ import annotations
