@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A cluster on this machine with everything a run needs: `make cluster-up`. What is there already stays as it is.
+# Creates a cluster on this machine with everything a run needs: `make cluster-up`. Keeps what exists already.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

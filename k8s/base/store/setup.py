@@ -1,8 +1,8 @@
-"""Makes a bucket for each user of an S3 server; on MinIO also the user, with a policy for this bucket alone.
+"""Creates a bucket for each user of an S3 server; on MinIO also the user, with a policy for this bucket only.
 
     ADMIN_ACCESS_KEY=... ADMIN_SECRET_KEY=... setup.py HOST:PORT [--buckets-only]
 
-The users' keys are NAME_ACCESS_KEY and NAME_SECRET_KEY. Whatever is there already is brought up to date.
+The users' keys are NAME_ACCESS_KEY and NAME_SECRET_KEY. Existing users and policies are updated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUCKETS = ("tidemill", "mlflow")
 
 
 def policy(bucket: str) -> dict[str, object]:
-    """What the owner of a bucket may do: everything inside it, and nothing to the bucket itself."""
+    """Permissions of the user of a bucket: everything inside it, and nothing on the bucket itself."""
     objects = ["AbortMultipartUpload", "DeleteObject", "GetObject", "ListMultipartUploadParts", "PutObject"]
     inside = ["GetBucketLocation", "ListBucket", "ListBucketMultipartUploads"]
     return {
@@ -40,11 +40,11 @@ def allow(actions: Sequence[str], resource: str) -> dict[str, object]:
 
 
 def make_buckets(endpoint: str, env: Mapping[str, str]) -> None:
-    """Make the buckets that are missing.
+    """Create the buckets that are missing.
 
     Args:
         endpoint: HOST:PORT of the server.
-        env: keys of its owner.
+        env: keys of the owner.
     """
     keys = {"access_key": env["ADMIN_ACCESS_KEY"], "secret_key": env["ADMIN_SECRET_KEY"]}
     client = Minio(endpoint=endpoint, **keys, secure=False)
@@ -54,11 +54,11 @@ def make_buckets(endpoint: str, env: Mapping[str, str]) -> None:
 
 
 def make_users(endpoint: str, env: Mapping[str, str]) -> None:
-    """Make users and policies, which only MinIO's own protocol can.
+    """Create users and policies through MinIO's own admin API.
 
     Args:
         endpoint: HOST:PORT of the server.
-        env: keys of its owner and of the users.
+        env: keys of the owner and of the users.
     """
     owner = StaticProvider(env["ADMIN_ACCESS_KEY"], env["ADMIN_SECRET_KEY"])
     admin = MinioAdmin(endpoint=endpoint, credentials=owner, secure=False)
@@ -73,12 +73,12 @@ def make_users(endpoint: str, env: Mapping[str, str]) -> None:
 
 
 def check_users(env: Mapping[str, str]) -> None:
-    """Refuse one access key for two users: the second would take the bucket of the first away.
+    """Refuse the same access key for two users: the second would replace the policy of the first.
 
     Args:
         env: keys of the owner and of the users.
     """
-    users = [env[f"{who.upper()}_ACCESS_KEY"] for who in ("admin", *BUCKETS)]
+    users = [env[f"{name.upper()}_ACCESS_KEY"] for name in ("admin", *BUCKETS)]
     if len(set(users)) < len(users):
         sys.exit("the secrets of the store have the same access_key: give each its own, see k8s/secrets")
 

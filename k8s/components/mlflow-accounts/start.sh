@@ -1,6 +1,6 @@
 #!/bin/sh
-# Starts MLflow with accounts. Their settings are a file that holds the first password, so it is written here, into
-# memory, and not into an image or a config map.
+# Starts MLflow with accounts. Its settings file contains the first password, so this script writes it to a volume in
+# memory; it is in no image and no ConfigMap.
 set -eu
 umask 077
 : "${MLFLOW_FLASK_SERVER_SECRET_KEY:?is empty: session_key of the secret tidemill-mlflow-accounts}"

@@ -1,8 +1,9 @@
 #!/bin/sh
-# Writes the accounts of the S3 server into memory: the owner, and a user for each bucket who may use it alone.
+# Writes the accounts of the S3 server to a volume in memory: the owner, and for each bucket a user with access to it
+# only.
 set -eu
 umask 077
-# The keys stand in JSON; an empty one would be a user without a password.
+# The keys are written into JSON without escaping; an empty key would create a user without a password.
 for key in "$ADMIN_ACCESS_KEY" "$ADMIN_SECRET_KEY" "$TIDEMILL_ACCESS_KEY" "$TIDEMILL_SECRET_KEY" \
     "$MLFLOW_ACCESS_KEY" "$MLFLOW_SECRET_KEY"; do
     case $key in
