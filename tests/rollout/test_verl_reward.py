@@ -11,7 +11,7 @@ from rollout_rig import CharTokenizer
 from tidemill.config.data import DataConfig
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.reward_pool import columns_of
-from tidemill.rollout.rewards import Call, Response, apply
+from tidemill.rollout.rewards import Response, apply
 
 PAGE = Path(__file__).parents[2] / "docs/from_verl.md"
 THEIRS = """
@@ -39,5 +39,5 @@ def test_a_reward_function_of_verl_is_called_as_the_page_says(
     monkeypatch.syspath_prepend(tmp_path)
     config = DataConfig(train="x.parquet", answer_key="reward_model.ground_truth")
     columns = columns_of(PromptSet([ROW], CharTokenizer(True), config, 0).at(0))
-    call = Call(f"{ours}:score", "score", {"scale": 2.0}, columns, [Response("4", 1), Response("5", 1)])
-    assert [dict(parts) for parts in apply(call).parts] == [{"score": 2.0}, {"score": 0.0}]
+    responses = [Response("4", 1), Response("5", 1)]
+    assert apply(f"{ours}:score", "score", {"scale": 2.0}, columns, responses) == [{"score": 2.0}, {"score": 0.0}]

@@ -20,11 +20,7 @@ LOG = logging.getLogger(__name__)
 
 
 class IdleMeter:
-    """Exact share of wall time without activity since the last reading.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """Exact share of wall time without activity since the last reading."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -110,8 +106,8 @@ class Accounting:
 
     Args:
         config: of the run.
-        ledger: new, or restored from a checkpoint.
-        queued: `usable_version` by uid; gets an entry for every group that is in the queue or on its way into it.
+        ledger: of the run.
+        queued: `usable_version` by uid of every group that is in the queue or on its way into it; kept up to date.
     """
 
     def __init__(self, config: RunConfig, ledger: Ledger, queued: dict[int, int]) -> None:
@@ -127,12 +123,10 @@ class Accounting:
         LOG.warning("prompt occurrence %d skipped: %d tokens, data.max_prompt_tokens is %d", uid, tokens, limit)
 
     def generated(self, uid: int, completions: Sequence[Completion]) -> None:
-        """An engine has returned a group."""
         self.crashes.generated()
         self._sampled[uid] = token_count(completions)
 
     def queued(self, uid: int, usable_version: int) -> None:
-        """A group is on its way to the trainer."""
         self._ledger.queued(uid)
         self._queued[uid] = usable_version
 
@@ -205,5 +199,5 @@ class Accounting:
             self.metrics.count("wasted_tokens", tokens)
 
     def take(self) -> Mapping[str, float]:
-        """The report of `RolloutMetrics.take`, and the ledger's counts as `ledger/NAME`."""
+        """The metrics, and the ledger's counts as `ledger/NAME`; the metrics start anew."""
         return self.metrics.take() | {f"ledger/{name}": float(n) for name, n in self._ledger.counts().items()}

@@ -16,15 +16,8 @@ from tidemill.rollout.staleness import StalenessPolicy, too_old
 class Admission:
     """Decides which group may start, and whether the run needs more.
 
-    Args:
-        config: the bounds.
-        engines: number of engines.
-        ledger: of the run.
-        version: the version that the engines sample from at the start.
-        start_order: chooses among the prompts of one version.
-
     Attributes:
-        policy: of the config.
+        policy: of the config, for the present number of engines.
         version: the version that the engines sample from.
         queued: `usable_version` of every group in the queue or on its way into it, by uid.
     """

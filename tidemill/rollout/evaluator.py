@@ -33,15 +33,7 @@ PRIORITY = -1  # before rollouts, since a weight sync may wait for the evaluatio
 
 
 class Evaluator:
-    """Evaluates a version on held-out prompts, on the engines of the run, beside its training rollouts.
-
-    Args:
-        config: `rollout` and `evaluation`.
-        held_out: the prompts; `evaluation.max_prompts` takes the first of them.
-        engines: shared with the rollouter.
-        rewards: the same functions as in training.
-        decode: response tokens to text.
-        timeouts: of aborts.
+    """Evaluates a version on held-out prompts, on engines that may generate training rollouts at the same time.
 
     Attributes:
         crashes: counts engine crashes by held-out prompt.

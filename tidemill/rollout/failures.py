@@ -42,7 +42,6 @@ class FailureStreak:
         self._too_long = 0
 
     def generated(self) -> None:
-        """An engine has returned a group."""
         self._failed[EngineError].clear()
 
     def rewarded(self) -> None:
@@ -72,7 +71,6 @@ class FailureStreak:
             ) from failure.__cause__
 
     def fits(self) -> None:
-        """A prompt is short enough."""
         self._too_long = 0
 
     def too_long(self, limit: int) -> None:
@@ -89,14 +87,10 @@ class FailureStreak:
 class CrashQuarantine:
     """Finds the prompt that crashes its engine among the prompts that the engine generated at the same time.
 
-    The ledger counts, for every occurrence, the engine crashes in a row during its generation. One crash proves
-    nothing. An occurrence that one more crash would quarantine is generated alone, so that its neighbours are not
-    quarantined with it. The loss of a pod or machine is not a crash: otherwise prompts that take long would be
+    The ledger counts, for every occurrence and over restarts, the engine crashes in a row during its generation. One
+    crash proves nothing. An occurrence that one more crash would quarantine is generated alone, so that its neighbours
+    are not quarantined with it. The loss of a pod or machine is not a crash: otherwise prompts that take long would be
     quarantined where pods are often evicted.
-
-    Args:
-        ledger: counts the crashes of every occurrence, over restarts too.
-        max_attempts: `rollout.max_attempts`; bounds the crashes as `crash_limit` says.
     """
 
     def __init__(self, ledger: Ledger, max_attempts: int) -> None:
@@ -110,7 +104,6 @@ class CrashQuarantine:
         return bool(others) and any(map(self._must_run_alone, [uid, *others]))
 
     def generated(self) -> None:
-        """An engine has returned a group."""
         self._in_a_row.clear()
 
     def crashed(self, uid: int, engine: EngineId) -> bool:
@@ -144,9 +137,6 @@ class HeldOutCrashQuarantine:
 
     A prompt that one more crash would quarantine is generated while no engine has another request. A quarantined
     prompt is left out of all evaluations of this process.
-
-    Args:
-        max_attempts: `rollout.max_attempts`.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -167,12 +157,10 @@ class HeldOutCrashQuarantine:
         return self._crashes[row] >= self.max_crashes
 
     def answered(self, row: int) -> None:
-        """An engine has answered a prompt."""
         self._answered = True
         del self._crashes[row]
 
     def crashed(self, row: int, engine: EngineId) -> None:
-        """The engine crashed while it answered a prompt."""
         self._crashes[row] += 1
         if self.quarantined(row):
             self._quarantined_by[engine] += 1
@@ -232,19 +220,13 @@ class CrashLoop:
 
 
 class Watchdog:
-    """Ends a run in which groups are in flight and none finishes.
-
-    Args:
-        group_timeout_s: of one group; the run ends after twice this time without a finished group.
-        clock: monotonic seconds.
-    """
+    """Ends a run in which groups are in flight and none finishes for twice the time-out of a group."""
 
     def __init__(self, group_timeout_s: float, clock: Clock) -> None:
         self._limit, self._clock = 2 * group_timeout_s, clock
         self._progress_at = clock()
 
     def progress(self) -> None:
-        """A group was finished."""
         self._progress_at = self._clock()
 
     def check(self, in_flight: Iterable[GroupRequest]) -> None:

@@ -100,14 +100,7 @@ class RequestFailed(Exception):
 class GroupGenerator:
     """Turns a prompt into a finished group.
 
-    Args:
-        config: `rollout`, the seed and the staleness bound.
-        engines: to generate on.
-        rewards: scores responses.
-        decode: response tokens to text.
-        clock: monotonic seconds.
-        count_waste: is called with the number of tokens that were sampled and will not be trained.
-        timeouts: of aborts.
+    It calls `count_waste` with the number of tokens that a failed or cancelled request had sampled.
     """
 
     def __init__(
@@ -144,7 +137,7 @@ class GroupGenerator:
             raise RequestFailed("engine_error") from error
 
     async def score(self, request: GroupRequest, completions: Sequence[Completion]) -> Group:
-        """Decode and score.
+        """Decode and score the completions.
 
         Raises:
             RequestFailed: "reward_timeout" or "reward_error".

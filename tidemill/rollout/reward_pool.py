@@ -45,6 +45,7 @@ class RewardPool:
         self, rewards: Sequence[RewardConfig], workers: int = 1, search_path: Sequence[str] | None = None
     ) -> None:
         self._rewards = list(zip(labels(rewards), rewards, strict=True))
+        self._functions = [reward.function for reward in rewards]
         self._workers = workers
         self._search_path = [os.getcwd()] if search_path is None else list(search_path)
         self._pool = self._new_pool()
@@ -56,16 +57,16 @@ class RewardPool:
         Raises:
             RewardError: a function cannot be imported, or the workers do not start.
         """
-        future = asyncio.wrap_future(self._active().schedule(worker.import_error, args=(self._functions(),)))
+        future = asyncio.wrap_future(self._active().schedule(worker.import_error, args=(self._functions,)))
         try:
             message = await asyncio.wait_for(future, START_TIMEOUT_S)
         except TimeoutError as error:
             raise RewardError(
                 f"reward workers did not start within {START_TIMEOUT_S:g} s; check whether the module of one of "
-                f"{self._functions()} blocks at import"
+                f"{self._functions} blocks at import"
             ) from error
         except (BrokenProcessPool, ProcessExpired) as error:
-            raise RewardError(f"a reward worker died while it imported {self._functions()}: {error}") from error
+            raise RewardError(f"a reward worker died while it imported {self._functions}: {error}") from error
         if message is not None:
             raise RewardError(message)
 
@@ -96,11 +97,11 @@ class RewardPool:
 
     async def _call(
         self, label: str, reward: RewardConfig, prompt: Prompt, responses: Sequence[Response]
-    ) -> tuple[Mapping[str, float], ...]:
-        call = worker.Call(reward.function, label, reward.options, columns_of(prompt), tuple(responses))
-        future = self._active().schedule(worker.apply, args=(call,), timeout=reward.timeout_s)
+    ) -> list[dict[str, float]]:
+        call = (reward.function, label, reward.options, columns_of(prompt), list(responses))
+        future = self._active().schedule(worker.apply, args=call, timeout=reward.timeout_s)
         try:
-            outcome: worker.Outcome = await asyncio.wrap_future(future)
+            parts: list[dict[str, float]] | str = await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise RewardTimeoutError(
                 f"reward {reward.function!r} timed out: more than {reward.timeout_s:g} s for {len(responses)} "
@@ -108,17 +109,14 @@ class RewardPool:
             ) from error
         except (BrokenProcessPool, ProcessExpired) as error:
             raise RewardError(f"the worker of reward {reward.function!r} died: {error}") from error
-        if outcome.error is not None:
-            raise RewardError(f"reward {reward.function!r} failed on prompt {prompt.uid}:\n{outcome.error}")
-        return outcome.parts
+        if isinstance(parts, str):
+            raise RewardError(f"reward {reward.function!r} failed on prompt {prompt.uid}:\n{parts}")
+        return parts
 
     def _weighted_sum(self, parts: Sequence[Mapping[str, float]]) -> Score:
         weights = [reward.weight for _, reward in self._rewards]
         total = sum(weight * sum(part.values()) for weight, part in zip(weights, parts, strict=True))
         return total, {name: value for part in parts for name, value in part.items()}
-
-    def _functions(self) -> list[str]:
-        return [reward.function for _, reward in self._rewards]
 
     def _active(self) -> ProcessPool:
         """The pool, or a new one if it broke, which happens when an idle worker is killed from outside."""
@@ -133,7 +131,7 @@ class RewardPool:
         return ProcessPool(
             max_workers=self._workers,
             initializer=worker.prepare_worker,
-            initargs=(self._search_path, self._functions()),
+            initargs=(self._search_path, self._functions),
             context=multiprocessing.get_context("spawn"),
         )
 

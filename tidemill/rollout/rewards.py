@@ -26,7 +26,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, Self
@@ -218,33 +217,6 @@ def import_library(module: str, package: str) -> Any:
 # ---- in a worker process
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One reward function applied to all responses of one prompt.
-
-    Attributes:
-        function: name or import path.
-        label: under which the values are reported.
-        options: keyword arguments from the config.
-        columns: `prompt`, `answer` and `extra` of the row.
-        responses: the decoded responses.
-    """
-
-    function: str
-    label: str
-    options: Mapping[str, Any]
-    columns: Mapping[str, Any]
-    responses: Sequence[Response]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The parts for every response, or the traceback of the first that failed."""
-
-    parts: tuple[Mapping[str, float], ...] = ()
-    error: str | None = None
-
-
 def prepare_worker(search_path: Sequence[str], functions: Sequence[str]) -> None:
     """Initialise a worker process: extend its module path, import the functions, exit with the parent."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
@@ -275,16 +247,30 @@ def import_error(functions: Sequence[str]) -> str | None:
     return None
 
 
-def apply(call: Call) -> Outcome:
-    """Apply the function to each response; the error travels as text, because not every exception can be pickled."""
+def apply(
+    name: str, label: str, options: Mapping[str, Any], columns: Mapping[str, Any], responses: Sequence[Response]
+) -> list[dict[str, float]] | str:
+    """Apply a reward function to all responses of one prompt.
+
+    Args:
+        name: of the function, as in `resolve`.
+        label: under which the values are reported.
+        options: keyword arguments from the config.
+        columns: `prompt`, `answer` and `extra` of the row.
+        responses: to the prompt.
+
+    Returns:
+        The parts for every response, or the error of the first that failed: as text, because not every exception can
+        be pickled.
+    """
     try:
-        function = resolve(call.function)
-        values = [function(response, **call.columns, **call.options) for response in call.responses]
-        return Outcome(parts=tuple(as_parts(call.label, value) for value in values))
+        function = resolve(name)
+        values = [function(response, **columns, **options) for response in responses]
+        return [as_parts(label, value) for value in values]
     except RewardError as error:  # its message says everything; a traceback would hide it
-        return Outcome(error=str(error))
+        return str(error)
     except (Exception, SystemExit):  # noqa: BLE001 - the boundary of the process; the pool raises it
-        return Outcome(error=traceback.format_exc())
+        return traceback.format_exc()
 
 
 def as_parts(name: str, value: Any) -> dict[str, float]:
