@@ -19,9 +19,10 @@ from pathlib import Path
 
 from results.row import Row, write_rows
 
+from tidemill.observe.charts import timeline_svg
 from tidemill.observe.events import StepFinished, read_events
 from tidemill.observe.report import Summary
-from tidemill.observe.timeline import newest_attempt, overlap, svg
+from tidemill.observe.timeline import newest_attempt, overlap
 
 MODES: Mapping[str, Sequence[str]] = {
     "on-policy": ["asynchrony.max_staleness=0"],
@@ -110,7 +111,7 @@ def main() -> None:
     finished = [done for mode in MODES if (done := Finished.newest(mode, arguments.output)) is not None]
     print(HEAD, "|" + "---|" * (HEAD.count("|") - 1), *(one.line() for one in finished), sep="\n")
     for one in finished if arguments.images else ():
-        picture = svg(newest_attempt(read_events(one.folder / "events.jsonl")))
+        picture = timeline_svg(newest_attempt(read_events(one.folder / "events.jsonl")))
         (arguments.images / f"timeline_{one.mode}.svg").write_text(picture, encoding="utf-8")
     if arguments.json:
         write_rows(arguments.json, list(rows(finished)))

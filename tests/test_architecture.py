@@ -64,6 +64,7 @@ HOMES = {
     "kfp": ("tidemill_components", "tidemill_pipelines"),
     "kfp_server_api": ("tidemill_pipelines",),
     "ray": ("tidemill.actors", "tidemill.cluster", "tidemill.driver"),
+    "matplotlib": ("tidemill.observe.charts",),
     "mlflow": ("tidemill.tracking",),
     "minio": ("tidemill.store",),
     "kubernetes": ("tidemill.kuberay",),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from tidemill.cli.main import main
 from tidemill.errors import DataError
+from tidemill.observe.charts import timeline_svg
 from tidemill.observe.events import Activity, EventLog, Notice, StepFinished
 from tidemill.observe.timeline import (
     ADOPT,
@@ -19,11 +19,9 @@ from tidemill.observe.timeline import (
     common,
     last_steps,
     loads,
-    means,
     newest_attempt,
     overlap,
     phases,
-    svg,
     trace,
 )
 
@@ -34,7 +32,6 @@ STEPS = [
     Activity(2, [["get_groups", 116, 120], ["update_actor", 120, 124], ["sync_adopt", 125, 126], ["sync", 124, 126]],
              {"engine 0": [[122, 1], [130, 0]], "engine 1": [[123, 3]]}),
 ]  # fmt: skip
-NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 def test_requests_in_flight_are_constant_between_changes_and_end_with_the_last_step() -> None:
@@ -56,19 +53,17 @@ def test_phases_inside_others_are_left_out() -> None:
     ]  # fmt: skip
 
 
-def test_adoptions_are_drawn_beside_the_trainer_within_its_time() -> None:
+def test_adoptions_are_beside_the_trainer_within_its_time() -> None:
     late = [[ADOPT, 90, 105], [ADOPT, 118.5, 121], [ADOPT, 125, 140]]
     steps = [STEPS[0], replace(STEPS[1], phases=[*STEPS[1].phases, *late])]
     assert adoptions(steps) == [Load(100, 105, 1), Load(118.5, 121, 1), Load(125, 126, 1)]
     assert phases(steps) == phases(STEPS)
     assert overlap(steps) == overlap(STEPS)
-    strip = next(ElementTree.fromstring(svg(steps)).iter(f"{NAMESPACE}path")).get("d", "")
-    assert strip.startswith("M90,83.0H282V87.2H283V89.0H801")  # 5 of 26 s, as far as 192.3 of the 1000 columns
     traced = [event for event in json.loads(trace(steps))["traceEvents"] if event["name"] == "engines adopt"]
     assert [(event["ts"], event["dur"]) for event in traced] == [(0, 5e6), (18.5e6, 2.5e6), (25e6, 1e6)]
 
 
-def test_only_the_newest_attempt_is_drawn() -> None:
+def test_a_timeline_is_that_of_the_newest_attempt() -> None:
     second = [Activity(step, [["sync", 200 + step, 201 + step]], {}, attempt=150.0) for step in (2, 3)]
     resumed = [*STEPS, Notice("resumed"), *second]
     assert [activity.step for activity in newest_attempt(resumed)] == [2, 3]
@@ -83,7 +78,7 @@ def test_an_attempt_that_goes_on_with_the_next_step_is_another_one() -> None:
 
 
 def test_without_a_step_there_is_nothing_to_draw() -> None:
-    with pytest.raises(DataError, match="no step"):
+    with pytest.raises(DataError, match="not finished a step"):
         last_steps(newest_attempt([StepFinished(1, 1, 1, 1.0, {}, 0.0)]), None)
 
 
@@ -106,45 +101,6 @@ def test_common_time_is_that_of_a_plain_comparison() -> None:
     assert common(first, second) == sum(max(0, min(e, b) - max(s, a)) for s, e in first for a, b in second) == 5
 
 
-def test_mean_in_flight_keeps_the_time() -> None:
-    found = means([Load(104, 108, 2), Load(108, 109, 1)], 100, 110)
-    assert sum(found) * 10 / len(found) == pytest.approx(9)
-    assert (found[0], found[len(found) // 2], found[-1]) == (0, 2, 0)
-
-
-def long_run(steps: int) -> list[Activity]:
-    """An update of 9 s and a sync of 1 s a step, an engine that changes a hundred times meanwhile."""
-    return [
-        Activity(n, [["update_actor", 10 * n, 10 * n + 9], ["sync", 10 * n + 9, 10 * n + 10]],
-                 {"engine 0": [[10 * n + k / 10, k % 4] for k in range(100)]})
-        for n in range(1, steps + 1)
-    ]  # fmt: skip
-
-
-def test_picture_of_a_long_run_is_small_and_shows_what_share_of_the_time_a_phase_took() -> None:
-    picture = svg(long_run(1000))
-    assert len(picture) < 60_000
-    areas = [area.get("d", "") for area in ElementTree.fromstring(picture).iter(f"{NAMESPACE}path")]
-    # of the 30 between 52 and 82 the update takes nine tenths, from below, and the sync the rest; then the engine
-    assert areas[:2] == ["M90,55.0H1090V82.0H90Z", "M90,52.0H1090V55.0H90Z"] and len(areas) == 3
-
-
-def test_picture_scales_and_tells_hours() -> None:
-    root = ElementTree.fromstring(svg(long_run(1000)))
-    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
-    words = [element.text for element in root.iter(f"{NAMESPACE}text")]
-    assert {"30:00", "2:30:00"} <= set(words)
-
-
-def test_picture_shows_phases_to_scale_and_says_the_overlap() -> None:
-    root = ElementTree.fromstring(svg(STEPS))
-    bars = {bar[0].text: float(bar.get("width", 0)) for bar in root.iter(f"{NAMESPACE}rect") if len(bar)}
-    assert bars["step 1: get_groups 10.00 s"] == pytest.approx(2.5 * bars["step 2: update_actor 4.00 s"], rel=0.01)
-    words = [element.text for element in root.iter(f"{NAMESPACE}text")]
-    assert {"trainer", "engine 0", "engine 1"} <= set(words)
-    assert any("50%" in str(word) for word in words)
-
-
 def test_trace_has_microseconds_since_the_first_step() -> None:
     events = json.loads(trace(STEPS))["traceEvents"]
     [update, _] = [event for event in events if event["name"] == "update_actor"]
@@ -159,7 +115,7 @@ def test_the_command_draws_a_run_by_folder(tmp_path: Path, capsys: pytest.Captur
             log.write(activity)
     assert main(["timeline", str(tmp_path)]) == 0
     assert "50%" in capsys.readouterr().out
-    assert (tmp_path / "timeline.svg").read_text() == svg(STEPS)
+    assert (tmp_path / "timeline.svg").read_text() == timeline_svg(STEPS)
     assert main(["timeline", str(tmp_path), "--last", "1", "--output", str(tmp_path / "t.json")]) == 0
     assert (tmp_path / "t.json").read_text() == trace(STEPS[1:])
     assert main(["timeline", str(tmp_path), "--output", "t.bmp"]) == 2

@@ -109,9 +109,10 @@ def refuse_run_of_this_machine(name: str) -> None:
 
 def timeline(arguments: argparse.Namespace) -> int:
     """The picture of a run, or its trace."""
+    from tidemill.observe.charts import timeline_svg
     from tidemill.observe.events import past_events
     from tidemill.observe.text import counted
-    from tidemill.observe.timeline import last_steps, newest_attempt, overlap, svg, trace
+    from tidemill.observe.timeline import last_steps, newest_attempt, overlap, trace
 
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path("runs") / arguments.run
     events = folder / "events.jsonl"
@@ -121,7 +122,7 @@ def timeline(arguments: argparse.Namespace) -> int:
         raise ConfigError("RUN", arguments.run, "a run below runs/, or its folder", fix)
     activities = last_steps(newest_attempt(past_events(events)), arguments.last)
     path = Path(arguments.output or folder / "timeline.svg")
-    draw = {".svg": svg, ".json": trace}.get(path.suffix)
+    draw = {".svg": timeline_svg, ".json": trace}.get(path.suffix)
     if draw is None:
         raise ConfigError("--output", str(path), "a name that ends in .svg or .json", "The end chooses the format.")
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from tidemill.config.run import RunConfig
+from tidemill.observe.charts import timeline_svg
 from tidemill.observe.events import (
     Activity,
     EvaluationFinished,
@@ -18,7 +19,7 @@ from tidemill.observe.events import (
 )
 from tidemill.observe.meters import Timings
 from tidemill.observe.metrics import MetricsAggregator
-from tidemill.observe.timeline import newest_attempt, svg
+from tidemill.observe.timeline import newest_attempt
 from tidemill.protocols import Evaluation, Loads
 from tidemill.tracking.tracker import Tracker
 from tidemill.train.trainer import Metrics, Position
@@ -65,7 +66,7 @@ class RunObserver:
     def picture(self) -> None:
         """Store the timeline of this attempt, if it trained anything."""
         if activities := newest_attempt(past_events(self.log.path)):
-            self.tracker.log_text(svg(activities), "timeline.svg")
+            self.tracker.log_text(timeline_svg(activities), "timeline.svg")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """See `train.trainer.Observer`."""
