@@ -23,7 +23,7 @@ SCRIPTS = [*sorted(K8S.rglob("*.sh")), ROOT / ".ci/run"]
 
 
 def instructions() -> list[str]:
-    """Every instruction on one line, comments left out."""
+    """Every instruction on one line, without comments."""
     lines = [line for line in DOCKERFILE.splitlines() if not line.lstrip().startswith("#")]
     return [line for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line.strip()]
 
@@ -51,7 +51,7 @@ def test_every_target_is_a_stage() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_image_runs_as_a_user_without_rights(target: str) -> None:
+def test_image_runs_as_an_unprivileged_user(target: str) -> None:
     users = [line for line in stages()[target] if line.startswith("USER ")]
     assert users == ["USER 1000:1000"]
     last = max(index for index, line in enumerate(stages()[target]) if line.startswith(("RUN", "COPY")))
@@ -59,14 +59,14 @@ def test_image_runs_as_a_user_without_rights(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_image_says_what_it_is(target: str) -> None:
+def test_image_has_labels(target: str) -> None:
     [label] = [line for line in stages()[target] if line.startswith("LABEL ")]
     for name in ("title", "description", "licenses", "revision"):
         assert f"org.opencontainers.image.{name}=" in label
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_changes_rarely_is_a_layer_below_the_source(target: str) -> None:
+def test_dependencies_are_in_a_layer_below_the_source(target: str) -> None:
     runs = [line for line in stages()[target] if line.startswith("RUN") and "pip install" in line]
     assert "/opt/lock/constraints" in runs[-2]
     assert "from=wheel" not in runs[-2]
@@ -83,19 +83,19 @@ def pip_installs() -> Iterator[str]:
         yield from re.findall(r"pip (?:install|wheel) [^&]+", line)
 
 
-def test_everything_that_is_installed_is_pinned() -> None:
+def test_installed_packages_are_pinned() -> None:
     found = list(pip_installs())
     assert len(found) >= 7
     loose = [run for run in found if not re.search(r"==\d|-c /opt/lock|--constraint|--no-deps /build/dist", run)]
     assert loose == []
 
 
-def test_packages_of_the_system_are_pinned() -> None:
+def test_system_packages_are_pinned() -> None:
     for words in re.findall(r"apt-get install --yes --no-install-recommends ([^&]+)", "\n".join(instructions())):
         assert [word for word in words.split() if "=" not in word] == []
 
 
-def test_a_step_of_the_build_ends_at_what_fails() -> None:
+def test_a_failing_command_fails_its_build_step() -> None:
     runs = [line for line in instructions() if line.startswith("RUN ")]
     assert [line for line in runs if ";" in re.sub(r"; *}", "}", line)] == []
 
@@ -123,7 +123,7 @@ def test_training_image_has_no_kfp() -> None:
     assert "kfp" not in versions("constraints-gpu.txt")
 
 
-def test_images_are_called_as_settings_and_components_call_them() -> None:
+def test_image_names_match_settings_and_components() -> None:
     version = tidemill.__version__
     assert KubernetesConfig().image == f"tidemill-gpu:{version}"
     assert f"tidemill-python:{version}" == IMAGE
@@ -133,7 +133,7 @@ def test_images_are_called_as_settings_and_components_call_them() -> None:
     assert [f"{name}:{tag}" for name, tag in tags.items()] == [IMAGE]
 
 
-def test_what_is_copied_is_not_ignored() -> None:
+def test_copied_files_are_not_ignored() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {
         word for line in instructions() if line.startswith("COPY ") for word in line.split()[1:-1] if word[0] != "-"

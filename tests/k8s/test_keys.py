@@ -1,4 +1,4 @@
-"""Keys that are empty, as in a template that was not filled in, keep a server from starting."""
+"""A server does not start with empty keys, as in a template that was not filled in."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from kustomize_rig import K8S, of_kind
 
-NAMES = [f"{who}_{what}_KEY" for who in ("ADMIN", "TIDEMILL", "MLFLOW") for what in ("ACCESS", "SECRET")]
+NAMES = [f"{user}_{what}_KEY" for user in ("ADMIN", "TIDEMILL", "MLFLOW") for what in ("ACCESS", "SECRET")]
 KEYS = {name: f"key/of+{name.lower()}=" for name in NAMES}
 LOGIN = {"ADMIN_PASSWORD": 'a 100% "long" $password', "MLFLOW_FLASK_SERVER_SECRET_KEY": "0123456789"}
 OWNER = {"MINIO_ROOT_USER": "owner", "MINIO_ROOT_PASSWORD": "of the store"}
 
 
 def run(command: list[str], env: Mapping[str, str], programs: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of a manifest with a server that says what it was started with."""
+    """Run a command of a manifest with a fake server that prints its arguments and keys."""
     for name in ("minio", "mlflow"):
         (programs / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         (programs / name).chmod(0o755)
@@ -53,7 +53,7 @@ def test_minio_does_not_start_without_a_key(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["TIDEMILL_ACCESS_KEY", "MLFLOW_ACCESS_KEY"])
-def test_no_two_users_of_the_store_have_one_name(tmp_path: Path, name: str) -> None:
+def test_users_of_the_store_have_different_access_keys(tmp_path: Path, name: str) -> None:
     twice = KEYS | {name: KEYS["ADMIN_ACCESS_KEY"]}
     setup = [sys.executable, str(K8S / "base" / "store" / "setup.py"), "127.0.0.1:9", "--buckets-only"]
     done = run(setup, twice, tmp_path)
@@ -63,7 +63,7 @@ def test_no_two_users_of_the_store_have_one_name(tmp_path: Path, name: str) -> N
     )
 
 
-def test_seaweedfs_has_its_users(tmp_path: Path) -> None:
+def test_seaweedfs_has_the_users_of_the_secrets(tmp_path: Path) -> None:
     command = script("seaweedfs/accounts.sh", "/accounts/", tmp_path)
     assert run(command, KEYS, tmp_path).stderr == ""
     users = {each["name"]: each for each in json.loads((tmp_path / "s3.json").read_text())["identities"]}
@@ -75,7 +75,7 @@ def test_seaweedfs_has_its_users(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", ["", 'x","actions":["Admin"]', "line\nbreak"])
-def test_seaweedfs_does_not_start_with_such_a_key(tmp_path: Path, name: str, value: str) -> None:
+def test_seaweedfs_does_not_start_with_an_invalid_key(tmp_path: Path, name: str, value: str) -> None:
     done = run(script("seaweedfs/accounts.sh", "/accounts/", tmp_path), KEYS | {name: value}, tmp_path)
     assert done.returncode == 1
     assert "a key of the store is empty, or has more than letters" in done.stderr

@@ -1,4 +1,4 @@
-"""What stands in k8s/: whole, pinned, locked down."""
+"""The manifests of k8s/ are complete, valid, pinned and restricted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def relative(path: Path) -> str:
 
 
 def local_references(folder: Path) -> list[Path]:
-    """Every file and folder that a kustomization names."""
+    """Every file and folder that a kustomization refers to."""
     tree = kustomization(folder)
     named = [*tree.get("resources", ()), *tree.get("components", ())]
     named += [patch["path"] for patch in tree.get("patches", ()) if "path" in patch]
@@ -53,11 +53,11 @@ def local_references(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=relative)
-def test_what_a_kustomization_names_is_there(folder: Path) -> None:
+def test_paths_in_kustomizations_exist(folder: Path) -> None:
     assert [path for path in local_references(folder) if not path.exists()] == []
 
 
-def test_every_file_is_named_by_a_kustomization() -> None:
+def test_every_file_is_used_by_a_kustomization() -> None:
     named = {path for folder in KUSTOMIZATIONS for path in local_references(folder)}
     files = {path for path in K8S.rglob("*.yaml") if path.name not in ("kustomization.yaml", "cluster.yaml")}
     files |= set(K8S.rglob("*.py")) | set((K8S / "components").rglob("*.sh"))
@@ -80,7 +80,7 @@ def check_schema(tree: Mapping[str, Any]) -> None:
 
 @functools.cache
 def validate(tree: str) -> None:
-    """Overlays have most objects in common, and a look into the schema takes a tenth of a second."""
+    """Validate a JSON object; cached, because overlays share most objects and a validation takes 0.1 s."""
     kubernetes_validate.validate(json.loads(tree), KUBERNETES, strict=True)
 
 
@@ -98,12 +98,12 @@ def check_restricted(template: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("manifest", documents(), ids=str)
-def test_manifest_keeps_to_the_schema_of_its_kind(manifest: Manifest) -> None:
+def test_manifest_is_valid(manifest: Manifest) -> None:
     check_schema(manifest.tree)
 
 
 @pytest.mark.parametrize("manifest", PODS, ids=str)
-def test_pod_keeps_to_the_restricted_profile(manifest: Manifest) -> None:
+def test_pod_passes_the_restricted_standard(manifest: Manifest) -> None:
     template = pod_template(manifest.tree)
     assert template is not None
     check_restricted(template)
@@ -115,27 +115,27 @@ def check_applied(objects: list[Mapping[str, Any]]) -> None:
         template = pod_template(tree)
         if template is not None:
             check_restricted(template)
-        if tree["kind"] == "ConfigMap":  # which a step may change, and which are run with keys that a step has not
+        if tree["kind"] == "ConfigMap":  # a step may change ConfigMaps, and these scripts run with other keys
             assert tree["immutable"] is True
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=relative)
-def test_overlay_is_what_the_cluster_takes(overlay: Path) -> None:
+def test_overlay_is_valid(overlay: Path) -> None:
     check_applied(rendered(overlay))
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_component_makes_of_the_base_what_the_cluster_takes(component: str) -> None:
+def test_base_with_component_is_valid(component: str) -> None:
     objects = composed([component])
     check_applied(objects)
     assert objects != composed([])
 
 
-def test_an_overlay_with_every_choice_is_what_the_cluster_takes() -> None:
+def test_overlay_with_all_components_is_valid() -> None:
     check_applied(composed(["mlflow-accounts", "mlflow-database", "seaweedfs", "profile", "hub", "kueue"]))
 
 
-def test_a_profile_keeps_its_namespace_and_everything_stands_in_it() -> None:
+def test_profile_overlay_puts_everything_into_the_existing_namespace() -> None:
     objects = composed(["profile", "hub"], "team-a")
     assert {tree["metadata"].get("namespace") for tree in objects} == {None, "team-a"}
     whole = {tree["kind"] for tree in objects if "namespace" not in tree["metadata"]}
@@ -144,8 +144,8 @@ def test_a_profile_keeps_its_namespace_and_everything_stands_in_it() -> None:
     assert {subject["namespace"] for subject in subjects} == {"team-a"}
 
 
-def test_one_server_of_objects_stands_behind_the_service() -> None:
-    """Also where another one was applied before: what an overlay leaves out goes on running."""
+def test_one_object_store_is_behind_the_service() -> None:
+    """Also if another overlay was applied before: objects that an overlay leaves out keep running."""
     for overlay in OVERLAYS:
         stores = [t for t in rendered(overlay) if t["kind"] == "Deployment" and is_store(t)]
         assert sum(tree["spec"]["replicas"] for tree in stores) == 1
@@ -158,7 +158,7 @@ def is_store(tree: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("manifest", PODS, ids=str)
-def test_pod_says_what_it_needs(manifest: Manifest) -> None:
+def test_pod_has_resource_requests(manifest: Manifest) -> None:
     template = pod_template(manifest.tree)
     assert template is not None
     for container in containers(template):
@@ -168,7 +168,7 @@ def test_pod_says_what_it_needs(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("manifest", PODS, ids=str)
-def test_pod_has_a_token_only_with_an_account_that_may_do_something(manifest: Manifest) -> None:
+def test_pod_has_a_token_only_if_its_account_has_permissions(manifest: Manifest) -> None:
     template = pod_template(manifest.tree)
     assert template is not None
     account = template["spec"].get("serviceAccountName")
@@ -178,7 +178,7 @@ def test_pod_has_a_token_only_with_an_account_that_may_do_something(manifest: Ma
         assert template["metadata"]["labels"]["tidemill.dev/api-server"] == "true"
 
 
-def test_accounts_without_rules_give_no_token() -> None:
+def test_accounts_without_permissions_mount_no_token() -> None:
     accounts = {(str(m.file), m.tree["metadata"]["name"]): m.tree for m in of_kind("ServiceAccount")}
     base = str(K8S / "base" / "accounts.yaml")
     for name in (KubernetesConfig().service_account, "default"):
@@ -221,7 +221,7 @@ def secret_keys(tree: Any) -> set[tuple[str, str]]:
 
 
 def templates() -> dict[str, list[str]]:
-    """The keys that each example of a secret lists."""
+    """The keys of each example of a secret."""
     found = {}
     for path in SECRETS.glob("*.env.example"):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
@@ -230,7 +230,7 @@ def templates() -> dict[str, list[str]]:
     return found
 
 
-def test_every_secret_that_is_named_has_a_template() -> None:
+def test_every_referenced_secret_has_a_template() -> None:
     files = list(K8S.rglob("*.yaml"))
     trees = [tree for path in files for tree in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
     used = set().union(*(secret_keys(tree) for tree in trees))
@@ -246,12 +246,12 @@ def test_the_base_needs_the_secrets_that_are_generated() -> None:
     assert all(generator["envs"] == [f"{generator['name']}.env"] for generator in generators)
 
 
-def test_no_secret_stands_in_a_manifest() -> None:
+def test_manifests_of_k8s_contain_no_secret() -> None:
     assert of_kind("Secret") == []
 
 
 @pytest.mark.parametrize("service", of_kind("Service"), ids=str)
-def test_service_has_pods_with_its_port(service: Manifest) -> None:
+def test_service_selects_pods_with_its_port(service: Manifest) -> None:
     selector = service.tree["spec"]["selector"]
     found = [t for m in PODS if (t := pod_template(m.tree)) and selector.items() <= t["metadata"]["labels"].items()]
     assert found != []
@@ -260,12 +260,12 @@ def test_service_has_pods_with_its_port(service: Manifest) -> None:
         assert {port["targetPort"] for port in service.tree["spec"]["ports"]} <= ports
 
 
-def test_trainers_go_before_rollouts() -> None:
+def test_trainers_have_priority_over_rollouts() -> None:
     values = {m.tree["metadata"]["name"]: m.tree["value"] for m in of_kind("PriorityClass")}
     assert values["tidemill-trainer"] > values["tidemill-rollout"] > 0
 
 
-def test_a_budget_holds_back_a_drain_from_pods_at_work_only() -> None:
+def test_disruption_budgets_protect_ready_pods_only() -> None:
     for manifest in of_kind("PodDisruptionBudget"):
         assert manifest.tree["spec"]["minAvailable"] > 1000
         assert manifest.tree["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"

@@ -1,4 +1,4 @@
-"""The MLflow server of k8s/: by which names it answers, and that it starts on what an older one left."""
+"""The MLflow server of k8s/: its host names, and the migration of an older database."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kustomize_rig import of_kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 OLDER = "75868b020152"
-"""A version of the tables that an earlier MLflow made."""
+"""Schema version of an earlier MLflow."""
 
 
 def pod() -> Mapping[str, Any]:
@@ -45,7 +45,7 @@ def answers(host: str) -> bool:
         "127.0.0.1:41233",
     ],
 )
-def test_it_answers_by_its_own_names(host: str) -> None:
+def test_mlflow_server_answers_to_its_own_host_names(host: str) -> None:
     assert answers(host)
 
 
@@ -62,12 +62,12 @@ def test_it_answers_by_its_own_names(host: str) -> None:
         "localhost.evil.example:5000",
     ],
 )
-def test_it_does_not_answer_by_a_name_that_somebody_can_register(host: str) -> None:
+def test_mlflow_server_refuses_host_names_that_can_be_registered(host: str) -> None:
     assert not answers(host)
 
 
 def migrate(database: Path) -> None:
-    """What runs before the server, on a database of the test."""
+    """Run the migration that precedes the server, on a database of the test."""
     [container] = pod()["initContainers"]
     program, *arguments = container["command"]
     told = {"$(MLFLOW_BACKEND_STORE_URI)": f"sqlite:///{database}"}
@@ -97,17 +97,17 @@ def make_older(database: Path) -> None:
     engine.dispose()
 
 
-def test_its_database_is_brought_up_to_date_before_it_starts(tmp_path: Path) -> None:
+def test_database_is_migrated_before_the_start(tmp_path: Path) -> None:
     new, old = tmp_path / "new.db", tmp_path / "old.db"
     migrate(new)
     make_older(old)
     assert version_of(old) == OLDER != version_of(new)
     migrate(old)
-    migrate(old)  # also where there is nothing to do
+    migrate(old)  # also without changes
     assert version_of(old) == version_of(new)
 
 
-def test_the_database_that_is_brought_up_to_date_is_the_one_that_is_served() -> None:
+def test_the_migrated_database_is_the_served_one() -> None:
     def uri(container: Mapping[str, Any]) -> str:
         [value] = [each["value"] for each in container["env"] if each["name"] == "MLFLOW_BACKEND_STORE_URI"]
         return str(value)

@@ -1,4 +1,4 @@
-"""Who may reach whom: the network policies of k8s/, as a network plugin reads them."""
+"""The connections that the network policies of k8s/ allow, evaluated like in a network plugin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KFP, PROFILE, HUB, POSTGRES = "kubeflow", "profile", "hub", "mlflow-database"
 
 @dataclass(frozen=True)
 class End:
-    """One end of a connection: a pod, or an address that is none."""
+    """One end of a connection: a pod, or an address outside of the cluster."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     space: str = SPACE
@@ -30,7 +30,7 @@ def of(name: str) -> End:
 
 
 def policies(components: frozenset[str]) -> Iterator[Mapping[str, Any]]:
-    """Specifications of the policies of the base and of some components."""
+    """Specs of the policies of the base and of components."""
     places = [K8S / "base", *(K8S / "components" / name for name in components)]
     for manifest in of_kind("NetworkPolicy"):
         if any(manifest.file.is_relative_to(place) for place in places):
@@ -38,7 +38,7 @@ def policies(components: frozenset[str]) -> Iterator[Mapping[str, Any]]:
 
 
 def meets(peer: Mapping[str, Any], end: End) -> bool:
-    """Whether an end is one that a rule names."""
+    """Whether a rule selects an end."""
     if "ipBlock" in peer:
         block = peer["ipBlock"]
         inside = [block["cidr"], *block.get("except", ())]
@@ -53,7 +53,7 @@ def meets(peer: Mapping[str, Any], end: End) -> bool:
 
 
 def lets(end: End, other: End, port: int, way: str, components: frozenset[str]) -> bool:
-    """Whether one side is let through; what is not in our namespace is not ours to hold back."""
+    """Whether the policies of one side allow a connection; other namespaces have no policies."""
     if end.address is not None or end.space != SPACE:
         return True
     peer = {"egress": "to", "ingress": "from"}[way]
@@ -126,9 +126,7 @@ def test_ray_pods_reach_each_other_on_all_ports(port: int) -> None:
         (KFP_API, MLFLOW, 5000, False),
     ],
 )
-def test_policies_let_through_what_is_needed_and_nothing_else(
-    source: End, target: End, port: int, expected: bool
-) -> None:
+def test_policies_allow_exactly_the_needed_connections(source: End, target: End, port: int, expected: bool) -> None:
     assert may_reach(source, target, port) is expected
 
 
@@ -144,23 +142,23 @@ def test_policies_let_through_what_is_needed_and_nothing_else(
         (MLFLOW, End(address="10.1.2.3"), 5432, POSTGRES),
     ],
 )
-def test_a_component_lets_through_what_it_is_for(source: End, target: End, port: int, component: str) -> None:
+def test_components_allow_their_connections(source: End, target: End, port: int, component: str) -> None:
     assert not may_reach(source, target, port)
     assert may_reach(source, target, port, frozenset({component}))
 
 
 @pytest.mark.parametrize("port", [80, 443, 5000, 6379, 8265, 9000])
-def test_neighbours_reach_nothing(port: int) -> None:
+def test_pods_of_other_namespaces_reach_nothing(port: int) -> None:
     everything = frozenset({KFP, PROFILE, HUB, POSTGRES})
     assert [end for end in EVERY if may_reach(NEIGHBOUR, end, port, everything)] == []
     assert [end for end in EVERY if may_reach(end, NEIGHBOUR, port, everything)] == []
 
 
-def test_every_pod_asks_for_names() -> None:
+def test_every_pod_reaches_dns() -> None:
     assert all(may_reach(end, DNS, 53) for end in EVERY)
 
 
-def test_only_who_has_a_token_reaches_the_api_server() -> None:
+def test_only_pods_with_a_token_reach_the_api_server() -> None:
     for server in API_SERVERS:
         for port in (443, 6443):
             assert [end for end in EVERY if may_reach(end, server, port)] == [ELASTIC_HEAD, STEP, REAPER]
@@ -168,16 +166,16 @@ def test_only_who_has_a_token_reaches_the_api_server() -> None:
 
 @pytest.mark.parametrize("metadata", METADATA, ids=lambda end: end.address)
 @pytest.mark.parametrize("port", [80, 443, 6443, 5432])
-def test_nobody_reaches_the_keys_of_the_node(metadata: End, port: int) -> None:
+def test_no_pod_reaches_the_metadata_service(metadata: End, port: int) -> None:
     everything = frozenset({KFP, PROFILE, HUB})
     assert [end for end in EVERY if may_reach(end, metadata, port, everything)] == []
 
 
 @pytest.mark.parametrize("address", ["10.96.0.1", "100.64.0.1", "172.20.0.1", "192.168.0.1"])
-def test_the_way_out_is_none_into_a_private_network(address: str) -> None:
+def test_egress_excludes_private_networks(address: str) -> None:
     assert not may_reach(TRAINER, End(address=address), 443, frozenset({HUB}))
 
 
-def test_nothing_is_let_through_by_default() -> None:
+def test_everything_is_denied_by_default() -> None:
     deny = next(m.tree for m in of_kind("NetworkPolicy") if m.tree["metadata"]["name"] == "default-deny")
     assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Egress", "Ingress"]}

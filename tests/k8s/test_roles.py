@@ -32,7 +32,7 @@ OPTIONAL = {("", "secrets", "get")}
 
 
 def calls(path: Path) -> Iterator[Rule]:
-    """What a module asks for: every call of the protocol with the name of a kind, or with each kind of a loop."""
+    """Permissions of a module: each call of the protocol with the name of a kind, or with each kind of a loop."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     loops = {name: kinds for node in ast.walk(tree) for name, kinds in loop(node)}
     for node in ast.walk(tree):
@@ -48,7 +48,7 @@ def calls(path: Path) -> Iterator[Rule]:
 
 
 def loop(node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The variable of `for KIND in (A, B)`, and what it goes through."""
+    """The variable of `for KIND in (A, B)`, and the names of its values."""
     if not isinstance(node, ast.For | ast.comprehension):
         return
     if isinstance(node.target, ast.Name) and isinstance(node.iter, ast.Tuple):
@@ -67,7 +67,7 @@ def asked(*, by_reaper: bool) -> set[Rule]:
 
 
 def granted(account: str) -> set[Rule]:
-    """What the roles of the base give an account of its namespace."""
+    """Permissions that the roles of the base give to an account of its namespace."""
     roles = {(m.tree["kind"], m.tree["metadata"]["name"]): m.tree for m in base("Role", "ClusterRole")}
     bound = [
         roles[m.tree["roleRef"]["kind"], m.tree["roleRef"]["name"]]
@@ -93,7 +93,7 @@ def test_role_is_exactly_what_the_code_calls(account: str, by_reaper: bool) -> N
     assert granted(account) == asked(by_reaper=by_reaper) - OPTIONAL
 
 
-def test_what_is_checked_before_a_run_is_what_the_role_gives() -> None:
+def test_checked_permissions_are_those_of_the_role() -> None:
     checked = {(kind.group, kind.plural, verb) for kind, verbs in access.PERMISSIONS for verb in verbs}
     assert checked <= granted("tidemill-pipeline")
 
@@ -117,7 +117,7 @@ BY_KFP = {
     ("component", "role", "place"),
     [("kubeflow", "tidemill-pipeline", "kubeflow"), ("profile", "tidemill-steps", "tidemill")],
 )
-def test_a_step_has_what_kfp_does_with_its_account(component: str, role: str, place: str) -> None:
+def test_a_step_has_the_permissions_that_kfp_uses(component: str, role: str, place: str) -> None:
     roles = [m.tree for m in of_kind("Role") if m.file.is_relative_to(K8S / "components" / component)]
     [found] = [tree for tree in roles if tree["metadata"] == {"name": role, "namespace": place}]
     assert {
@@ -133,14 +133,14 @@ def test_a_step_has_what_kfp_does_with_its_account(component: str, role: str, pl
     assert [[subject["name"] for subject in b["subjects"]] for b in bound] == [["tidemill-pipeline"]]
 
 
-def test_no_account_reads_secrets_but_those_of_kfp_by_name() -> None:
+def test_only_secrets_of_kfp_can_be_read() -> None:
     rules = [rule for m in of_kind("Role", "ClusterRole") for rule in m.tree["rules"] if "secrets" in rule["resources"]]
     assert {name for rule in rules for name in rule["resourceNames"]} == {
         n for _, what, _, n in BY_KFP if what == "secrets"
     }
 
 
-def test_nothing_is_granted_by_a_wildcard_or_to_everybody() -> None:
+def test_roles_have_no_wildcards_and_only_service_accounts() -> None:
     rules = [rule for m in of_kind("Role", "ClusterRole") for rule in m.tree["rules"]]
     assert not [rule for rule in rules if "*" in rule["verbs"] + rule["resources"] + rule["apiGroups"]]
     subjects = [s for m in of_kind("RoleBinding", "ClusterRoleBinding") for s in m.tree["subjects"]]

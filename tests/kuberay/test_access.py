@@ -20,7 +20,7 @@ WITHOUT_LOOKS = (("get", SECRETS), ("list", NODES))
 def cluster(
     *, secrets: dict[str, dict[str, str]] | None = None, forbidden: Collection[tuple[str, Kind]] = (), **more: object
 ) -> FakeCluster:
-    """A cluster with the store's keys, and with one node of eight GPUs beside one without any."""
+    """A cluster with the store's keys, one node with eight GPUs and one without GPUs."""
     found = FakeCluster(FakeClock(), forbidden=forbidden, **more)  # type: ignore[arg-type]
     for name, data in (secrets if secrets is not None else {"tidemill-store": KEYS}).items():
         found.objects[SECRETS, name] = {"metadata": {"name": name}, "data": data}
@@ -31,26 +31,26 @@ def cluster(
 
 
 def refused(config: RunConfig, found: FakeCluster) -> str:
-    """What is said of a run that the cluster would not take."""
+    """The error about a run that does not fit the cluster."""
     with pytest.raises((ConfigError, ClusterError)) as caught:
         check_access(config, found)
     assert found.created == []
     return str(caught.value)
 
 
-def test_a_run_that_fits_is_let_through_and_makes_nothing() -> None:
+def test_a_run_that_fits_passes_and_creates_nothing() -> None:
     found = cluster()
     check_access(on_kubernetes("kubernetes.gpu_type=NVIDIA-H100-80GB-HBM3", "rollout.tensor_parallel_size=8"), found)
     assert found.created == []
 
 
-def test_every_missing_permission_is_named_at_once() -> None:
+def test_all_missing_permissions_are_named_in_one_error() -> None:
     said = refused(on_kubernetes(), cluster(forbidden=[("create", RAY_JOBS), ("delete", RAY_JOBS), ("get", LOGS)]))
     assert "no permission in namespace tidemill to create, delete rayjobs.ray.io; get pods/log. " in said
 
 
 @pytest.mark.parametrize(("verb", "kind"), [(verb, kind) for kind, verbs in PERMISSIONS for verb in verbs])
-def test_each_permission_that_a_run_uses_is_asked_for(verb: str, kind: Kind) -> None:
+def test_each_permission_of_a_run_is_checked(verb: str, kind: Kind) -> None:
     assert f"{verb} {kind}" in refused(on_kubernetes(), cluster(forbidden=[(verb, kind)]))
 
 
@@ -73,7 +73,7 @@ def test_a_cluster_without_kuberay_is_refused() -> None:
         ({"tidemill-store": KEYS}, "kubernetes.image_pull_secrets=[hub]", "kubernetes.image_pull_secrets = 'hub'"),
     ],
 )
-def test_a_secret_that_is_missing_or_wrong_is_named(
+def test_a_missing_or_incomplete_secret_is_named(
     secrets: dict[str, dict[str, str]], setting: str, message: str
 ) -> None:
     assert refused(on_kubernetes(setting), cluster(secrets=secrets)).startswith(message)
@@ -88,7 +88,7 @@ def test_a_secret_that_is_missing_or_wrong_is_named(
         ("kubernetes.node_selector={pool: cpu}", "trainer.ranks = 1: allowed is no more than the nvidia.com/gpu"),
     ],
 )
-def test_nodes_that_do_not_fit_are_said_before_a_pod_waits_for_them(setting: str, message: str) -> None:
+def test_settings_that_no_node_matches_are_refused(setting: str, message: str) -> None:
     assert refused(on_kubernetes(setting), cluster()).startswith(message)
 
 
@@ -99,15 +99,15 @@ def test_both_labels_must_be_on_one_node() -> None:
     )
 
 
-def test_ranks_are_counted_by_the_pod() -> None:
+def test_gpus_of_ranks_are_checked_for_one_pod() -> None:
     check_access(on_kubernetes("trainer.ranks=32"), cluster())
 
 
-def test_a_run_on_processors_needs_no_gpu() -> None:
+def test_a_run_on_cpus_needs_no_gpu() -> None:
     check_access(on_kubernetes("kubernetes.gpu_resource=null", "kubernetes.node_selector={pool: cpu}"), cluster())
 
 
-def test_what_we_may_not_look_at_is_left_out() -> None:
+def test_checks_without_permission_are_skipped() -> None:
     blind = cluster(secrets={}, forbidden=WITHOUT_LOOKS)
     check_access(on_kubernetes("kubernetes.gpu_type=B200"), blind)
 
@@ -123,7 +123,7 @@ def test_a_rayjob_that_the_api_server_refuses_is_refused() -> None:
     )
 
 
-def test_the_role_of_the_pipeline_allows_just_what_is_asked_for() -> None:
+def test_the_role_of_the_pipeline_allows_exactly_the_checked_permissions() -> None:
     objects = yaml.safe_load_all((ROOT / "k8s/base/accounts.yaml").read_text(encoding="utf-8"))
     [role] = [o for o in objects if o["kind"] == "Role" and o["metadata"]["name"] == "tidemill-pipeline"]
     allowed = {
@@ -134,5 +134,5 @@ def test_the_role_of_the_pipeline_allows_just_what_is_asked_for() -> None:
         for verb in rule["verbs"]
     }
     asked = {(verb, kind.group, kind.plural) for kind, verbs in PERMISSIONS for verb in verbs}
-    assert allowed - asked == {("get", WORKFLOWS.group, WORKFLOWS.plural)}  # only where a pipeline runs in Argo
+    assert allowed - asked == {("get", WORKFLOWS.group, WORKFLOWS.plural)}  # used only in Argo
     assert asked <= allowed

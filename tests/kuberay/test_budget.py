@@ -28,34 +28,34 @@ def unscheduled(uid: str, gpus: int) -> dict[str, Any]:
     return waits
 
 
-def test_hours_are_gpus_times_time_since_the_node_was_given() -> None:
+def test_gpu_hours_count_from_scheduling() -> None:
     usage = GpuUsage()
     usage.update([pod("a", 8), pod("b", 1), pod("head", 0), unscheduled("c", 4)], GPU, BEGIN + 1800)
     assert usage.hours == pytest.approx(4.5)  # nine GPUs for half an hour
 
 
-def test_a_pod_that_is_gone_or_has_ended_costs_nothing_more() -> None:
+def test_pods_that_ended_or_disappeared_stop_counting() -> None:
     usage = GpuUsage()
     usage.update([pod("a", 1), pod("b", 1)], GPU, BEGIN + 3600)
     usage.update([pod("b", 1, "Failed", "2027-01-15T08:30:00Z")], GPU, BEGIN + 7200)
     assert usage.hours == pytest.approx(1.5)  # an hour of a, half an hour of b
 
 
-def test_nobody_watching_does_not_hide_the_hours_of_a_pod_that_lives_on() -> None:
+def test_time_without_a_watcher_counts_for_pods_that_still_run() -> None:
     usage = GpuUsage()
     usage.update([pod("a", 2)], GPU, BEGIN + 60)
     usage.update([pod("a", 2)], GPU, BEGIN + 7200)
     assert usage.hours == pytest.approx(4.0)
 
 
-def test_a_pod_that_went_away_while_nobody_watched_counts_until_its_job_ended() -> None:
+def test_a_pod_that_disappeared_without_a_watcher_counts_until_its_job_ended() -> None:
     usage = GpuUsage()
     usage.update([pod("a", 2), pod("b", 1)], GPU, BEGIN + 60)
     usage.update([pod("b", 1)], GPU, BEGIN + 7200, job_ended=BEGIN + 3600)
-    assert usage.hours == pytest.approx(4.0)  # an hour of a, two of b, which is still there
+    assert usage.hours == pytest.approx(4.0)  # an hour of a, two of b, which still runs
 
 
-def test_a_pod_that_was_replaced_while_someone_watched_counts_no_longer_than_it_was_there() -> None:
+def test_a_pod_that_was_replaced_under_a_watcher_counts_until_it_was_last_seen() -> None:
     usage = GpuUsage()
     usage.update([pod("a", 1), pod("b", 1)], GPU, BEGIN + 1800)
     usage.update([pod("b", 1)], GPU, BEGIN + 1805)
@@ -69,11 +69,11 @@ def test_without_a_gpu_resource_nothing_is_counted() -> None:
     assert usage.hours == 0
 
 
-def test_what_pods_hold_now() -> None:
+def test_held_gpus_are_those_of_scheduled_pods_that_have_not_ended() -> None:
     assert held_gpus([pod("a", 2), pod("b", 1, "Succeeded", "2027-01-15T08:30:00Z"), unscheduled("c", 4)], GPU) == 2
 
 
-def test_the_count_survives_in_the_store(rig: Rig) -> None:
+def test_usage_is_saved_and_loaded(rig: Rig) -> None:
     assert GpuUsage.load(rig.store, rig.config.name).hours == 0
     usage = GpuUsage()
     usage.update([pod("a", 2)], GPU, BEGIN + 3600)
@@ -81,7 +81,7 @@ def test_the_count_survives_in_the_store(rig: Rig) -> None:
     assert GpuUsage.load(rig.store, rig.config.name) == usage
 
 
-def test_a_broken_count_is_named(rig: Rig) -> None:
+def test_an_invalid_usage_object_is_an_error(rig: Rig) -> None:
     rig.store.put_bytes(usage_key(rig.config.name), b"[1]")
     with pytest.raises(StoreError, match=r"gpu-hours\.json: not a count of GPU hours.*Delete it"):
         GpuUsage.load(rig.store, rig.config.name)

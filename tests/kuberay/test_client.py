@@ -1,4 +1,4 @@
-"""The stand-in of a cluster keeps the contract; the client tells what goes wrong on the wire."""
+"""The fake cluster keeps the contract; the client reports errors of the API server and of the connection."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ def refusal(code: int, message: str, **details: str) -> tuple[int, dict[str, Any
         (refusal(422, "spec.x: Invalid value"), r"spec.x: Invalid value \(422\)"),
     ],
 )
-def test_a_refusal_is_told_and_not_repeated(server: Server, cluster: Cluster, answer: Any, told: str) -> None:
+def test_a_refusal_is_an_error_and_not_retried(server: Server, cluster: Cluster, answer: Any, told: str) -> None:
     server.answers = [answer]
     with pytest.raises(ClusterError, match=told):
         cluster.list(PODS)
     assert len(server.asked) == 1
 
 
-def test_kuberay_that_is_not_installed_is_named(server: Server, cluster: Cluster) -> None:
+def test_missing_kuberay_is_named(server: Server, cluster: Cluster) -> None:
     server.answers = [(404, "404 page not found")]
     for ask in (lambda: cluster.create(RAY_JOBS, {"metadata": {"name": "a"}}), lambda: cluster.get(RAY_JOBS, "a")):
         with pytest.raises(ClusterError, match=r"knows no rayjobs\.ray\.io: install the KubeRay operator"):
             ask()
 
 
-def test_a_busy_server_is_asked_again(server: Server, cluster: Cluster) -> None:
+def test_a_busy_server_is_retried(server: Server, cluster: Cluster) -> None:
     server.answers = [(503, "busy"), (429, "busy"), (200, {"items": [], "metadata": {}})]
     assert list(cluster.list(PODS)) == []
     assert len(server.asked) == 3
 
 
-def test_pages_of_a_long_list_are_put_together(server: Server, cluster: Cluster) -> None:
+def test_pages_of_a_list_are_joined(server: Server, cluster: Cluster) -> None:
     pages = [("a", "more"), ("b", "")]
     server.answers = [(200, {"items": [{"metadata": {"name": n}}], "metadata": {"continue": c}}) for n, c in pages]
     assert [name_of(pod) for pod in cluster.list(PODS, "x=y")] == ["a", "b"]
@@ -84,32 +84,34 @@ def test_pages_of_a_long_list_are_put_together(server: Server, cluster: Cluster)
     assert all("labelSelector=x%3Dy" in path for _, path, _ in server.asked)
 
 
-def test_the_namespace_and_the_foreground_are_asked_for(server: Server, cluster: Cluster) -> None:
+def test_deletion_is_in_the_namespace_and_in_the_foreground(server: Server, cluster: Cluster) -> None:
     server.answers = [(200, {})]
     cluster.delete(RAY_JOBS, "a")
     path = "/apis/ray.io/v1/namespaces/team/rayjobs/a?"
     assert server.asked == [("DELETE", path, {"propagationPolicy": "Foreground"})]
 
 
-def test_a_log_that_is_json_comes_as_it_is(server: Server, cluster: Cluster) -> None:
+def test_a_log_that_is_json_is_not_parsed(server: Server, cluster: Cluster) -> None:
     server.answers = [(200, '{"step": 1}\n')]
     assert cluster.log("pod") == '{"step": 1}\n'
     assert list(cluster.follow("pod")) == ['{"step": 1}']
 
 
-def test_a_server_that_is_not_there_is_named_and_may_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_a_transient_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, 1)))
     with pytest.raises(RunError, match=r"API server at http://127\.0\.0\.1:1 does not answer"):
         KubernetesCluster.connect("team", urllib3.Retry(0)).list(PODS)
 
 
-def test_a_kubeconfig_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kubeconfig_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="KUBECONFIG"):
         KubernetesCluster.connect("team")
 
 
-def test_a_namespace_that_is_being_deleted_is_named_and_not_a_missing_right(server: Server, cluster: Cluster) -> None:
+def test_a_namespace_that_is_being_deleted_is_not_reported_as_a_missing_permission(
+    server: Server, cluster: Cluster
+) -> None:
     said = (
         'rayjobs.ray.io "a" is forbidden: unable to create new content in namespace team because it is being terminated'
     )
@@ -118,7 +120,7 @@ def test_a_namespace_that_is_being_deleted_is_named_and_not_a_missing_right(serv
         cluster.create(RAY_JOBS, {"metadata": {"name": "a"}})
 
 
-def test_a_list_that_grew_too_old_between_two_pages_is_begun_again(server: Server, cluster: Cluster) -> None:
+def test_a_list_whose_continue_token_expired_is_restarted(server: Server, cluster: Cluster) -> None:
     page = {"items": [{"metadata": {"name": "a"}}], "metadata": {"continue": "more"}}
     last = {"items": [{"metadata": {"name": "b"}}], "metadata": {}}
     server.answers = [(200, page), refusal(410, "The provided continue parameter is too old"), (200, page), (200, last)]
@@ -127,19 +129,19 @@ def test_a_list_that_grew_too_old_between_two_pages_is_begun_again(server: Serve
 
 
 @pytest.mark.parametrize("code", [408, 409, 410])
-def test_an_answer_that_may_change_does_not_end_a_run(server: Server, cluster: Cluster, code: int) -> None:
+def test_transient_statuses_are_transient_errors(server: Server, cluster: Cluster, code: int) -> None:
     server.answers = [refusal(code, "not now")]
     with pytest.raises(RunError, match=f"answers {code}: not now"):
         cluster.patch(RAY_JOBS, "a", {})
 
 
-def test_what_is_deleted_between_two_looks_is_made_after_all(server: Server, cluster: Cluster) -> None:
+def test_an_object_that_is_deleted_before_it_is_read_is_created(server: Server, cluster: Cluster) -> None:
     taken = (409, {"kind": "Status", "code": 409, "reason": "AlreadyExists", "message": "it exists"})
     server.answers = [taken, refusal(404, "not found", name="a"), (201, {"metadata": {"name": "a", "uid": "2"}})]
     assert cluster.create(RAY_JOBS, {"metadata": {"name": "a"}})["metadata"]["uid"] == "2"
 
 
-def test_a_log_that_is_silent_for_too_long_ends_with_a_message(server: Server, cluster: Cluster) -> None:
+def test_a_log_that_breaks_off_is_an_error(server: Server, cluster: Cluster) -> None:
     server.answers = [(200, "one\n")]
     server.cut = True
     with pytest.raises(RunError, match="the log of pod a broke off"):
@@ -148,7 +150,7 @@ def test_a_log_that_is_silent_for_too_long_ends_with_a_message(server: Server, c
 
 @pytest.mark.parametrize("code", [400, 422])
 @pytest.mark.parametrize("method", ["create", "dry_run_create"])
-def test_an_invalid_object_is_refused_with_the_words_of_the_server(
+def test_an_invalid_object_is_refused_with_the_message_of_the_server(
     server: Server, cluster: KubernetesCluster, code: int, method: str
 ) -> None:
     said = 'strict decoding error: unknown field "spec.rayClusterSpec.x"'

@@ -1,4 +1,4 @@
-"""What RayJobs, pods and events in all their states mean for a run."""
+"""The state of an attempt for all states of RayJob, pods and events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TAKEN = (
 )
 
 
-def test_no_job_and_a_job_on_its_way_out_are_gone() -> None:
+def test_a_missing_job_and_a_job_that_is_being_deleted_are_gone() -> None:
     leaving = running()
     leaving["metadata"]["deletionTimestamp"] = FRESH
     for gone in (None, leaving):
@@ -67,19 +67,19 @@ def test_no_job_and_a_job_on_its_way_out_are_gone() -> None:
         assert (state.phase, state.over, state.retryable) == (Phase.GONE, True, False)
 
 
-def test_a_job_that_succeeded_is_over_without_a_fault() -> None:
+def test_a_job_that_succeeded_is_over_without_an_error() -> None:
     state = assess(job("Complete", "SUCCEEDED"), [], [], NOW)
     assert (state.phase, state.fatal, state.over) == (Phase.SUCCEEDED, None, True)
 
 
 @pytest.mark.parametrize("reason", FAILURES)
-def test_every_ending_of_kuberay_is_told_with_its_message(reason: str) -> None:
+def test_every_failure_reason_is_reported_with_its_message(reason: str) -> None:
     told, retryable = FAILURES[reason]
     state = assess(job("Failed", "FAILED", reason=reason, message="exit 1"), [], [], NOW)
     assert (state.phase, state.fatal, state.retryable) == (Phase.FAILED, f"{told}: exit 1", retryable)
 
 
-def test_an_unknown_ending_is_named_and_may_pass() -> None:
+def test_an_unknown_failure_reason_is_retryable() -> None:
     state = assess(job("Failed", "FAILED", reason="Odd"), [], [], NOW)
     assert (state.fatal, state.retryable) == ("the RayJob failed: Odd", True)
 
@@ -89,7 +89,7 @@ def test_a_job_that_kuberay_refuses_says_why() -> None:
     assert (state.fatal, state.retryable) == ("KubeRay refuses the RayJob: name too long", False)
 
 
-def test_a_driver_that_was_stopped_from_outside_is_no_success() -> None:
+def test_a_driver_that_was_stopped_from_outside_has_failed() -> None:
     state = assess(job("Complete", "STOPPED"), [], [], NOW)
     assert state.phase is Phase.FAILED
     assert "ray job stop" in str(state.fatal)
@@ -104,13 +104,13 @@ def test_a_suspended_job_names_the_queue_it_waits_in() -> None:
     assert assess(fresh, [], [], NOW).phase is Phase.QUEUED
 
 
-def test_pods_that_answer_are_counted() -> None:
+def test_ready_pods_are_counted() -> None:
     state = assess(job("Initializing"), [pod(), pod("Pending", "worker", conditions=[])], [], NOW)
     assert (state.progress, state.over) == ("starting: 1 of 3 pods ready", False)
 
 
 @pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"])
-def test_an_image_is_waited_for_some_time_and_then_given_up(reason: str) -> None:
+def test_a_failing_image_pull_is_fatal_after_a_grace_period(reason: str) -> None:
     early = assess(job("Initializing"), [waiting(reason, "not found", FRESH)], [], NOW)
     assert (early.over, early.waiting) == (False, {"run-worker": f"{reason}: not found"})
     late = assess(job("Initializing"), [waiting(reason, "not found")], [], NOW)
@@ -123,31 +123,31 @@ def test_a_missing_secret_is_named() -> None:
     assert 'secret "s" not found' in str(state.fatal)
 
 
-def test_containers_that_are_being_made_are_waited_for() -> None:
+def test_containers_that_are_being_created_are_not_fatal() -> None:
     state = assess(job("Initializing"), [waiting("ContainerCreating")], [], NOW)
     assert (state.over, state.waiting) == (False, {"run-worker": "its containers are being created"})
 
 
-def test_a_volume_that_does_not_mount_is_told_and_waited_for() -> None:
+def test_a_volume_that_does_not_mount_is_reported_and_not_fatal() -> None:
     failed = event("run-worker", "FailedMount", 'secret "x" not found', "Warning")
     state = assess(job("Initializing"), [waiting("ContainerCreating")], [failed], NOW)
     assert (state.over, state.waiting) == (False, {"run-worker": 'FailedMount: secret "x" not found'})
 
 
-def test_a_pod_that_no_node_could_ever_hold_is_given_up_after_a_grace() -> None:
+def test_a_pod_that_fits_no_node_is_fatal_after_a_grace_period() -> None:
     assert not assess(job("Initializing"), [without_node(HOPELESS, FRESH)], [], NOW).over
     assert "no node can hold pod run-worker" in str(
         assess(job("Initializing"), [without_node(HOPELESS)], [], NOW).fatal
     )
 
 
-def test_a_pod_whose_nodes_are_only_taken_is_waited_for() -> None:
+def test_a_pod_whose_nodes_are_occupied_is_not_fatal() -> None:
     state = assess(job("Initializing"), [without_node(TAKEN)], [], NOW)
     assert (state.over, state.waiting) == (False, {"run-worker": f"Unschedulable: {TAKEN}"})
 
 
 @pytest.mark.parametrize("reason", ["TriggeredScaleUp", "Nominated"])
-def test_a_pod_for_which_a_node_is_being_made_is_waited_for(reason: str) -> None:
+def test_a_pod_for_which_a_node_is_being_added_is_not_fatal(reason: str) -> None:
     state = assess(job("Initializing"), [without_node(HOPELESS)], [event("run-worker", reason)], NOW)
     assert not state.over
     assert state.waiting["run-worker"].endswith("a node is being added")
@@ -169,11 +169,11 @@ def test_a_pod_for_which_a_node_is_being_made_is_waited_for(reason: str) -> None
         ("", False),
     ],
 )  # fmt: skip
-def test_what_the_scheduler_says_tells_never_from_not_now(message: str, never: bool) -> None:
+def test_the_message_of_the_scheduler_tells_never_from_not_yet(message: str, never: bool) -> None:
     assert fits_no_node(message) is never
 
 
-def test_a_worker_that_waits_does_not_end_a_run_that_goes_on() -> None:
+def test_a_waiting_worker_does_not_end_a_running_job() -> None:
     state = assess(running(), [pod(), waiting("ErrImagePull"), without_node(HOPELESS)], [], NOW)
     assert (state.phase, state.over) == (Phase.RUNNING, False)
 
@@ -193,7 +193,7 @@ def test_a_worker_that_waits_does_not_end_a_run_that_goes_on() -> None:
         ('pods "h" is forbidden: no PriorityClass with name p was found', "Create the class"),
     ],
 )
-def test_pods_that_the_api_server_refuses_are_told_from_the_condition_and_from_events(message: str, told: str) -> None:
+def test_refused_pods_are_reported_from_the_condition_and_from_events(message: str, told: str) -> None:
     conditions = {"conditions": [condition("ReplicaFailure", "True", message=message)]}
     state = assess(job("Initializing", rayClusterStatus=conditions), [], [], NOW)
     assert told in str(state.fatal)
@@ -202,7 +202,7 @@ def test_pods_that_the_api_server_refuses_are_told_from_the_condition_and_from_e
     assert not assess(job("Initializing", rayClusterName="another"), [], [failed], NOW).over
 
 
-def test_a_refusal_of_this_moment_may_pass() -> None:
+def test_a_new_refusal_is_not_fatal() -> None:
     conditions = {"conditions": [condition("ReplicaFailure", "True", FRESH, message="exceeded quota")]}
     assert not assess(job("Initializing", rayClusterStatus=conditions), [], [], NOW).over
 
@@ -239,7 +239,7 @@ def leaving() -> dict[str, Any]:
         ([pod(conditions=[condition("Ready", "False", BEGAN)])], "has not been ready for 120 s"),
     ],
 )
-def test_a_lost_head_is_told_and_may_pass(heads: list[dict[str, Any]], told: str) -> None:
+def test_a_lost_head_is_retryable(heads: list[dict[str, Any]], told: str) -> None:
     state = assess(running(), heads, [], NOW)
     assert told in str(state.fatal)
     assert state.retryable
@@ -256,14 +256,14 @@ def handing_over(created: str) -> dict[str, Any]:
     return submitter
 
 
-def test_a_head_is_replaced_by_the_clock_of_the_api_server_and_not_by_that_of_its_node() -> None:
-    """The node's clock is ten minutes behind: by it the driver began before its head was made."""
+def test_a_replaced_head_is_recognised_by_the_clock_of_the_api_server() -> None:
+    """The node's clock is ten minutes behind, so the job seems to start before its head was created."""
     late = running() | {"status": running()["status"] | {"rayJobInfo": {"startTime": "2027-01-15T07:45:00Z"}}}
     assert not assess(late, [pod(), handing_over(BEGAN)], [], NOW).over
     assert "was replaced" in str(assess(late, [replaced(), handing_over(BEGAN)], [], NOW).fatal)
 
 
-def test_a_pod_that_handed_a_suspended_run_over_and_is_on_its_way_out_says_nothing() -> None:
+def test_a_submitter_that_is_being_deleted_is_ignored() -> None:
     old = handing_over("2027-01-15T07:00:00Z")
     old["metadata"]["deletionTimestamp"] = OLD
     assert not assess(running(), [pod(), old, handing_over(BEGAN)], [], NOW).over
@@ -285,7 +285,7 @@ def test_a_driver_that_ended_is_quoted_and_its_status_decides_about_a_retry(code
     assert state.retryable == retryable
 
 
-def test_what_was_said_of_an_earlier_job_of_this_name_is_not_held_against_this_one() -> None:
+def test_events_of_an_earlier_job_with_this_name_are_ignored() -> None:
     said = event("run-a1", "FailedToCreateRayCluster", "exceeded quota: gpus", "Warning", count=9)
     before, after = said | {"lastTimestamp": "2027-01-15T07:49:59Z"}, said | {"lastTimestamp": FRESH}
     assert not assess(job("Initializing"), [], [before], NOW).over

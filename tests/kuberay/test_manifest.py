@@ -35,7 +35,7 @@ COMPILE = ["compile", "--manifests", str(EXAMPLE), *APART]
 
 
 def variables(template: Tree) -> dict[str, str]:
-    """Environment variables with values as the container sees them."""
+    """Environment variables as the container sees them."""
     return {e["name"]: e["value"].replace("$$", "$") for e in container(template)["env"] if "value" in e}
 
 
@@ -84,7 +84,7 @@ def test_every_pod_passes_the_restricted_pod_security_standard() -> None:
             "fsGroup": 1000,
             "seccompProfile": {"type": "RuntimeDefault"},
         }
-        files = {"readOnlyRootFilesystem": True} if name == "submitter" else {}  # Ray's pods install and compile
+        files = {"readOnlyRootFilesystem": True} if name == "submitter" else {}  # Ray pods install and compile
         assert [one["securityContext"] for one in pod["containers"]] == [restricted | files]
         assert {kind for volume in pod["volumes"] for kind in volume} <= {"name", "emptyDir", "projected"}
         assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & pod.keys()
@@ -105,7 +105,7 @@ def test_only_the_autoscaler_sees_a_token_of_kubernetes(most: int) -> None:
     assert reaching == ["head"] * (most > 1)
 
 
-def test_nothing_is_tried_again_by_kuberay() -> None:
+def test_kuberay_retries_nothing() -> None:
     """kuberay#1902, #2376, #4971: a second submission fails or doubles the run, a second cluster hides the first."""
     spec = ray_job(on_kubernetes(), 1)["spec"]
     assert spec["submissionMode"] == "K8sJobMode"
@@ -120,11 +120,11 @@ def test_the_cluster_ends_whatever_happens() -> None:
     assert spec["shutdownAfterJobFinishes"] is True
     assert spec["ttlSecondsAfterFinished"] == 60
     assert spec["activeDeadlineSeconds"] == 5400
-    assert spec["preRunningDeadlineSeconds"] == 660  # the watcher comes first, at 600
+    assert spec["preRunningDeadlineSeconds"] == 660  # after the deadline of the watcher, 600 s
 
 
-def test_the_head_does_no_work() -> None:
-    """kuberay#4287: actors on the head take the memory that Ray's own services need."""
+def test_the_head_runs_no_actors() -> None:
+    """kuberay#4287: actors on the head use the memory that Ray's own services need."""
     head = cluster(ray_job(on_kubernetes(), 1))["headGroupSpec"]
     assert (head["rayStartParams"]["num-cpus"], head["rayStartParams"]["num-gpus"]) == ("0", "0")
     assert "resources" not in head["rayStartParams"]
@@ -145,7 +145,7 @@ def test_the_trainer_group_never_changes(ranks: int, pods: int, each: int) -> No
 
 
 @pytest.mark.parametrize(("most", "scales"), [("null", False), ("2", False), ("5", True)])
-def test_the_rollout_group_grows_only_where_it_may(most: str, scales: bool) -> None:
+def test_the_rollout_group_is_elastic_only_with_max_engines(most: str, scales: bool) -> None:
     job = ray_job(on_kubernetes("rollout.engines=2", f"kubernetes.max_engines={most}"), 1)
     rollout = group(job, "rollout")
     assert [rollout[key] for key in ("replicas", "minReplicas")] == [2, 2]
@@ -158,14 +158,14 @@ def test_the_rollout_group_grows_only_where_it_may(most: str, scales: bool) -> N
 
 
 def test_every_engine_has_a_pod() -> None:
-    """kuberay#2385: what actors ask for fits into the pods that there may be."""
+    """kuberay#2385: the resources of the actors must fit into the largest number of pods."""
     rollout = group(ray_job(on_kubernetes("rollout.tensor_parallel_size=4", "rollout.engines=3"), 1), "rollout")
     assert rollout["replicas"] == 3
     assert container(rollout["template"])["resources"]["limits"]["nvidia.com/gpu"] == "4"
     assert json.loads(*shlex.split(rollout["rayStartParams"]["resources"])) == {"tidemill_rollout": 1}
 
 
-def test_gpus_and_memory_are_asked_for_as_they_are_limited() -> None:
+def test_requests_equal_limits_for_gpus_and_memory() -> None:
     for template in templates(ray_job(on_kubernetes(), 1)).values():
         resources = container(template)["resources"]
         assert resources["requests"] == {**resources["limits"], "cpu": resources["requests"]["cpu"]}
@@ -181,8 +181,8 @@ def test_without_a_gpu_resource_everything_runs_on_the_cpu() -> None:
     assert group(job, "trainer")["rayStartParams"]["num-cpus"] == "1"
 
 
-def test_pods_that_a_run_cannot_lose_are_not_moved() -> None:
-    """ray#64907: the autoscaler of the Kubernetes cluster evicts the head of an idle looking run."""
+def test_pods_that_a_run_cannot_lose_are_not_evicted_by_the_cluster_autoscaler() -> None:
+    """ray#64907: the cluster autoscaler of Kubernetes evicts the head of a run that looks idle."""
     found = templates(ray_job(on_kubernetes(), 1))
     kept = {role for role, t in found.items() if "annotations" in t["metadata"]}
     assert kept == {"submitter", "head", "trainer"}
@@ -191,8 +191,8 @@ def test_pods_that_a_run_cannot_lose_are_not_moved() -> None:
         assert annotations == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 
 
-def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint() -> None:
-    """kueue#7569: a suspended run loses its head, and with it whatever no checkpoint holds."""
+def test_head_and_trainer_have_time_for_a_checkpoint_before_they_end() -> None:
+    """kueue#7569: a suspended run loses its head and all work since its last checkpoint."""
     for role, template in templates(ray_job(on_kubernetes(), 1)).items():
         hook = container(template).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
         grace = template["spec"].get("terminationGracePeriodSeconds")
@@ -201,7 +201,7 @@ def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint() -> None:
 
 
 def test_one_image_and_one_ray_everywhere() -> None:
-    """A client of another Ray than the head's is refused."""
+    """Ray refuses a client of another version."""
     job = ray_job(on_kubernetes("kubernetes.image=registry/tidemill:7"), 1)
     assert {container(template)["image"] for template in templates(job).values()} == {"registry/tidemill:7"}
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -209,7 +209,7 @@ def test_one_image_and_one_ray_everywhere() -> None:
     assert f"ray=={RAY_VERSION}" in pinned
 
 
-def test_the_head_reads_the_settings_as_they_were_given() -> None:
+def test_the_head_reads_the_settings_unchanged() -> None:
     """Kubernetes replaces `$(NAME)` in values, and a shell would replace more."""
     config = on_kubernetes("data.system_prompt='$(HOME) costs $5, `ls` 100 €'", "name=tricky")
     told = variables(templates(ray_job(config, 3))["head"])
@@ -219,7 +219,7 @@ def test_the_head_reads_the_settings_as_they_were_given() -> None:
     assert "$(HOME)" not in "".join(texts(ray_job(config, 3))).replace("$$(HOME)", "")
 
 
-def test_only_the_head_is_told_of_the_run() -> None:
+def test_only_the_head_has_the_variables_of_the_run() -> None:
     job = ray_job(on_kubernetes(), 1, kfp_run_id="abc", mlflow_run_id="def", environment={"TIDEMILL_IMAGE": "x"})
     own = {"TIDEMILL_CONFIG", "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "MLFLOW_RUN_ID", "TIDEMILL_IMAGE"}
     assert {role: own & variables(t).keys() for role, t in templates(job).items()} == {
@@ -230,7 +230,7 @@ def test_only_the_head_is_told_of_the_run() -> None:
     }
 
 
-def test_secrets_are_named_and_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifests_name_secrets_and_contain_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", "the-access-key")
     monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "the-secret-key")
     job = ray_job(on_kubernetes("kubernetes.store_secret=keys", "kubernetes.secrets=[hub]"), 1)
@@ -246,14 +246,14 @@ def test_secrets_are_named_and_never_held(monkeypatch: pytest.MonkeyPatch) -> No
     assert "envFrom" not in container(templates(job)["submitter"])
 
 
-def test_a_run_of_kueue_is_made_suspended() -> None:
+def test_a_run_in_a_queue_is_created_suspended() -> None:
     job = ray_job(on_kubernetes("kubernetes.queue=research"), 1)
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
     assert job["spec"]["suspend"] is True
     assert "suspend" not in ray_job(on_kubernetes(), 1)["spec"]
 
 
-def test_what_a_run_makes_is_found_by_its_labels() -> None:
+def test_the_objects_of_a_run_have_its_labels() -> None:
     job = ray_job(on_kubernetes("name=my-run"), 4, kfp_run_id="abc")
     assert job["metadata"]["name"] == job_name("my-run", 4)
     for thing in (job, *templates(job).values()):
@@ -262,7 +262,7 @@ def test_what_a_run_makes_is_found_by_its_labels() -> None:
         assert (labels["tidemill.dev/attempt"], labels["tidemill.dev/kfp-run"]) == ("4", "abc")
 
 
-def test_what_a_pod_writes_to_goes_with_it() -> None:
+def test_all_writable_volumes_are_deleted_with_the_pod() -> None:
     for role, template in templates(ray_job(on_kubernetes("kubernetes.trainer.shared_memory_gib=3"), 1)).items():
         volumes = {volume["name"]: volume["emptyDir"] for volume in template["spec"]["volumes"]}
         mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container(template)["volumeMounts"]}
@@ -271,7 +271,7 @@ def test_what_a_pod_writes_to_goes_with_it() -> None:
         assert mounts.get("/dev/shm", {}).get("sizeLimit") == memory
 
 
-def test_the_runtime_environment_reaches_ray_as_it_was_given() -> None:
+def test_the_runtime_environment_reaches_ray_unchanged() -> None:
     """KubeRay would pass it through a shell, in double quotes."""
     given = {"pip": ["sympy"], "env_vars": {"A": '$HOME `ls` "$$" é'}}
     job = ray_job(on_kubernetes(f"kubernetes.runtime_env={json.dumps(given)}"), 1)
@@ -289,19 +289,19 @@ def test_settings_that_are_too_long_for_a_variable_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("most", "sharing"), [("null", {"head", "trainer", "rollout"}), ("9", {"trainer", "rollout"})])
-def test_pods_that_start_hear_that_they_are_to_end_unless_the_autoscalers_token_is_there(
+def test_pods_share_a_process_namespace_unless_they_have_the_token_of_the_autoscaler(
     most: str, sharing: set[str]
 ) -> None:
-    """As process 1 KubeRay's shell and Ray on its way up ignore SIGTERM, and keep the GPUs for 120 s."""
+    """As process 1, KubeRay's shell and a starting Ray ignore SIGTERM and hold the GPUs for 120 s."""
     job = ray_job(on_kubernetes(f"kubernetes.max_engines={most}"), 1)
     assert {role for role, pod in templates(job).items() if pod["spec"].get("shareProcessNamespace")} == sharing
 
 
-def test_manifests_are_printed_as_they_would_be_sent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_manifests_are_those_that_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMPILE, "kubernetes.namespace=research"]) == 0
     printed = capsys.readouterr().out
     assert yaml.safe_load(printed) == ray_job(on_kubernetes("kubernetes.namespace=research"), 1)
-    assert "system_prompt: You are a calculator.\n" in printed  # the settings can be read, too
+    assert "system_prompt: You are a calculator.\n" in printed  # the settings are readable
 
 
 def test_manifests_can_be_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,7 +311,7 @@ def test_manifests_can_be_written_to_a_file(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == f"wrote {path}\n"
 
 
-def test_what_must_be_there_already_stands_above() -> None:
+def test_requirements_are_printed_above_the_manifests() -> None:
     text = manifests(
         on_kubernetes(
             "kubernetes.namespace=research",
@@ -346,9 +346,7 @@ def test_what_must_be_there_already_stands_above() -> None:
         ([*COMPILE, "kubernetes.image=tidemill:latest"], "kubernetes.image = 'tidemill:latest'"),
     ],
 )
-def test_what_cannot_be_shown_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -22,7 +22,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts processes of a pod, and ends those that are left."""
+    """Starts processes of a pod, and kills those that are left."""
     with ExitStack() as stack:
 
         def run(code: str, *words: str) -> subprocess.Popen[str]:
@@ -40,16 +40,16 @@ def pod() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
-def test_the_driver_is_asked_and_waited_for(start: Start) -> None:
+def test_the_driver_is_terminated_and_waited_for(start: Start) -> None:
     driver = start(COMMITS + "time.sleep(600)", "-m", "tidemill.driver.job")
-    other = start(WAITS, "python3 -m tidemill.driver.job")  # as a shell around the driver has it: one word
+    other = start(WAITS, "python3 -m tidemill.driver.job")  # a shell around the driver has one word
     pre_stop(pod)
     assert driver.poll() is None or driver.returncode == 0
     assert driver.communicate()[0] == "committed\n"
     assert other.poll() is None
 
 
-def test_ranks_are_waited_for_and_left_alone(start: Start) -> None:
+def test_ranks_are_waited_for_and_not_terminated(start: Start) -> None:
     rank = start(WAITS)
     ranks = [Renamed(rank.pid)]
     waiting = threading.Thread(target=pre_stop, args=(lambda: ranks,))
@@ -63,7 +63,7 @@ def test_ranks_are_waited_for_and_left_alone(start: Start) -> None:
 
 
 class Renamed(psutil.Process):
-    """A process that calls itself as Ray has its actors call themselves."""
+    """A process with the title of an actor."""
 
     def cmdline(self) -> list[str]:
         super().cmdline()
@@ -75,6 +75,6 @@ def test_a_pod_without_a_run_ends_at_once(start: Start) -> None:
     pre_stop(pod)
 
 
-def test_ranks_are_known_by_the_name_of_their_actor() -> None:
+def test_ranks_are_recognised_by_the_name_of_their_actor() -> None:
     assert is_rank([f"ray::{RankActor.__name__}.step"])
     assert not is_rank(["ray::EngineActor"])

@@ -1,4 +1,4 @@
-"""What is reaped, and what is left alone."""
+"""The RayJobs that the reaper deletes, and those that it keeps."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_run_whose_watcher_was_killed_is_reaped_with_all_its_pods(rig: Rig) ->
     assert rig.left() == []
 
 
-def test_a_dry_run_only_tells(rig: Rig) -> None:
+def test_a_dry_run_deletes_nothing(rig: Rig) -> None:
     rig.watcher().provision()
     rig.clock.sleep(3600)
     assert list(reasons(rig, dry_run=True)) == [rig.job()]
     assert rig.left() == [rig.job()]
 
 
-def test_a_run_that_ended_by_itself_is_left_to_its_time_to_live_and_goes_after_a_day(rig: Rig) -> None:
+def test_a_run_that_has_ended_is_deleted_after_a_day(rig: Rig) -> None:
     rig.owner = Owner(kfp_run="kfp-1")
     rig.watcher().provision()
     rig.operator.admit(rig.job())
@@ -49,7 +49,7 @@ def test_a_run_that_ended_by_itself_is_left_to_its_time_to_live_and_goes_after_a
     assert reasons(rig) == {rig.job(): "it ended 1 day ago"}
 
 
-def test_a_job_that_nobody_ever_watched_counts_from_its_creation(rig: Rig) -> None:
+def test_a_job_without_a_heartbeat_counts_from_its_creation(rig: Rig) -> None:
     rig.watcher().provision()
     del rig.operator.job(rig.job())["metadata"]["annotations"]
     rig.clock.sleep(1700)
@@ -58,14 +58,14 @@ def test_a_job_that_nobody_ever_watched_counts_from_its_creation(rig: Rig) -> No
     assert list(reasons(rig)) == [rig.job()]
 
 
-def test_a_run_whose_pipeline_is_over_is_reaped_though_it_is_watched(rig: Rig) -> None:
+def test_a_watched_run_whose_pipeline_is_over_is_reaped(rig: Rig) -> None:
     rig.owner = Owner(kfp_run="kfp-1")
     rig.watcher().provision()
     assert reasons(rig, is_over=lambda run: False) == {}
     assert reasons(rig, is_over=lambda run: run == "kfp-1") == {rig.job(): "its KFP run kfp-1 is over"}
 
 
-def test_a_run_whose_workflow_is_gone_or_was_made_anew_is_reaped(rig: Rig) -> None:
+def test_a_run_whose_workflow_is_gone_or_was_recreated_is_reaped(rig: Rig) -> None:
     flow = rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})
     rig.owner = Owner(None, owner_reference("flow", flow["metadata"]["uid"]))
     rig.watcher().provision()
@@ -83,14 +83,14 @@ def test_jobs_of_others_are_left_alone(rig: Rig) -> None:
     assert rig.left() == ["theirs"]
 
 
-def test_the_reaper_needs_no_right_to_look_at_pods(rig: Rig) -> None:
+def test_the_reaper_needs_no_permission_for_pods(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.forbidden = [("list", PODS), ("get", RAY_JOBS)]
     rig.clock.sleep(3600)
     assert list(reasons(rig)) == [rig.job()]
 
 
-def test_a_reaper_without_rights_says_so(rig: Rig) -> None:
+def test_a_reaper_without_permissions_fails(rig: Rig) -> None:
     rig.cluster.forbidden = [("list", RAY_JOBS)]
     with pytest.raises(ClusterError, match="no permission to list rayjobs"):
         reasons(rig)
@@ -110,12 +110,12 @@ def test_an_impossible_heartbeat_does_not_keep_a_cluster_for_ever(rig: Rig, hear
     rig.watcher().provision()
     rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = heartbeat
     rig.clock.sleep(1700)
-    assert reasons(rig) == {}  # it counts from its creation
+    assert reasons(rig) == {}  # the age of the RayJob counts
     rig.clock.sleep(200)
     assert list(reasons(rig)) == [rig.job()]
 
 
-def test_a_watcher_whose_clock_is_some_minutes_ahead_or_behind_is_alive(rig: Rig) -> None:
+def test_a_watcher_with_a_clock_some_minutes_off_is_alive(rig: Rig) -> None:
     rig.watcher().provision()
     rig.clock.sleep(3600)
     for minutes in (-20, 20):
@@ -124,8 +124,8 @@ def test_a_watcher_whose_clock_is_some_minutes_ahead_or_behind_is_alive(rig: Rig
         assert reasons(rig) == {}
 
 
-def test_a_job_that_cannot_be_asked_about_does_not_keep_the_others(rig: Rig) -> None:
-    """The first one's workflow may not be looked at, KFP does not answer for the second one, the third is silent."""
+def test_an_error_about_one_job_does_not_keep_the_others(rig: Rig) -> None:
+    """No permission for the workflow of the first, no answer of KFP about the second, no heartbeat of the third."""
     owned = Owner("kfp-1", owner_reference("flow", "uid-of-flow"))
     for name, owner in (("a-owned", owned), ("b-asked", Owner(kfp_run="kfp-2")), ("c-silent", Owner())):
         rig.config, rig.owner = rig.config.model_copy(update={"name": name}), owner
@@ -136,7 +136,7 @@ def test_a_job_that_cannot_be_asked_about_does_not_keep_the_others(rig: Rig) -> 
     rig.cluster.forbidden = [("get", WORKFLOWS)]
 
     def is_over(run: str) -> bool:
-        raise RunError("no KFP answers")
+        raise RunError("KFP cannot be reached")
 
     reaped = reap(rig.cluster, HALF_AN_HOUR, rig.clock.now, is_over)
     assert next(reaped).name == "c-silent-a1"
@@ -167,7 +167,7 @@ def test_a_deleted_run_is_over(server: Server) -> None:
     assert KfpRuns(server.url).is_over("r-1")
 
 
-def test_a_refusal_and_silence_are_not_taken_for_an_end(server: Server) -> None:
+def test_a_refusal_and_an_outage_of_kfp_are_errors(server: Server) -> None:
     server.answers = [(401, "unauthorized")]
     with pytest.raises(ClusterError, match="refuses to return run r-1: status 401"):
         KfpRuns(server.url).is_over("r-1")
@@ -175,7 +175,7 @@ def test_a_refusal_and_silence_are_not_taken_for_an_end(server: Server) -> None:
         KfpRuns("http://127.0.0.1:1").is_over("r-1")
 
 
-def test_the_token_of_the_pod_is_shown(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_the_pod_is_sent(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("t-1\n")
     monkeypatch.setenv(TOKEN_PATH, str(tmp_path / "token"))
     server.answers = [(200, {"state": "RUNNING"})]

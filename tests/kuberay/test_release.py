@@ -1,4 +1,4 @@
-"""What is given back, by whom, and who owns what."""
+"""Which RayJobs a release deletes, and which objects a workflow owns."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tidemill.kuberay.release import release_pipeline, release_run, release_this
 from tidemill.kuberay.run_status import KFP_RUN, MLFLOW_RUN, WORKFLOW, Owner, owner_reference
 
 
-def test_all_attempts_of_a_run_are_given_back(rig: Rig) -> None:
+def test_all_attempts_of_a_run_are_deleted(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.attempts.create(2)
     assert release_run(rig.cluster, rig.config.name, None, rig.clock)
     assert rig.left() == []
-    assert release_run(rig.cluster, rig.config.name, None, rig.clock)  # again, with nothing left
+    assert release_run(rig.cluster, rig.config.name, None, rig.clock)  # again, without RayJobs
 
 
-def test_other_runs_keep_what_they_have(rig: Rig) -> None:
+def test_other_runs_are_not_deleted(rig: Rig) -> None:
     rig.watcher().provision()
     release_run(rig.cluster, "another", None, rig.clock)
     assert rig.left() == [rig.job()]
 
 
-def test_a_pipeline_leaves_a_run_alone_that_another_has_taken_over(rig: Rig) -> None:
+def test_a_pipeline_does_not_delete_a_run_that_another_one_has_adopted(rig: Rig) -> None:
     rig.owner = Owner(kfp_run="old")
     rig.watcher().provision()
     rig.owner = Owner(kfp_run="new")
@@ -41,7 +41,7 @@ def test_a_pipeline_leaves_a_run_alone_that_another_has_taken_over(rig: Rig) -> 
     assert rig.left() == []
 
 
-def test_a_pipeline_whose_settings_cannot_be_read_gives_back_what_is_its_own(rig: Rig) -> None:
+def test_all_rayjobs_of_a_pipeline_are_deleted_without_its_settings(rig: Rig) -> None:
     rig.owner = Owner(kfp_run="mine")
     rig.watcher().provision()
     release_pipeline(rig.cluster, "theirs", rig.clock)
@@ -50,12 +50,12 @@ def test_a_pipeline_whose_settings_cannot_be_read_gives_back_what_is_its_own(rig
     assert rig.left() == []
 
 
-def test_where_we_may_not_look_nothing_is_ours(rig: Rig) -> None:
+def test_without_permission_to_list_rayjobs_there_are_none(rig: Rig) -> None:
     rig.cluster.forbidden = [("list", RAY_JOBS)]
     release_pipeline(rig.cluster, "mine", rig.clock)
 
 
-def test_a_pipeline_gives_back_in_its_own_namespace_and_in_those_of_its_runs(rig: Rig, tmp_path: Path) -> None:
+def test_a_pipeline_releases_its_own_namespace_and_those_of_its_runs(rig: Rig, tmp_path: Path) -> None:
     rig.owner = Owner(kfp_run="mine")
     rig.watcher().provision()
     connected: list[str] = []
@@ -74,7 +74,7 @@ def test_a_pipeline_gives_back_in_its_own_namespace_and_in_those_of_its_runs(rig
     assert (connected, rig.left()) == (["kubeflow", "other", "tidemill"], [])
 
 
-def test_what_does_not_go_away_is_named(rig: Rig) -> None:
+def test_objects_that_do_not_disappear_are_named(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]
     with pytest.raises(RunError, match=f"rayjobs/{rig.job()} still exist 300 s after their deletion"):
@@ -93,7 +93,7 @@ def test_the_owner_is_read_from_the_environment_of_the_step(rig: Rig, monkeypatc
     assert {"name": "MLFLOW_RUN_ID", "value": "m-1"} in head["env"]
 
 
-def test_outside_of_a_workflow_nothing_is_asked(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_workflow_the_owner_needs_no_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (WORKFLOW, KFP_RUN, MLFLOW_RUN):
         monkeypatch.delenv(name, raising=False)
     rig.cluster.missing = [WORKFLOWS]
@@ -103,7 +103,7 @@ def test_outside_of_a_workflow_nothing_is_asked(rig: Rig, monkeypatch: pytest.Mo
         Owner.of_this_step(rig.cluster)
 
 
-def test_a_run_that_is_being_deleted_is_waited_for_and_made_again(rig: Rig) -> None:
+def test_a_rayjob_that_is_being_deleted_is_waited_for_and_created_again(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]
     rig.cluster.delete(RAY_JOBS, rig.job())
@@ -121,14 +121,14 @@ def test_a_run_that_is_being_deleted_is_waited_for_and_made_again(rig: Rig) -> N
 def test_a_released_run_starts_no_further_attempt(rig: Rig) -> None:
     rig.owner = Owner(kfp_run="mine")
     status = rig.status
-    for give_back in (
+    for release in (
         lambda: release_run(rig.cluster, rig.config.name, "mine", rig.clock),
         lambda: release_pipeline(rig.cluster, "mine", rig.clock),
         lambda: release_run(rig.cluster, rig.config.name, None, rig.clock),
     ):
         rig.watcher().provision()
         assert status.closed() is None
-        give_back()
+        release()
         assert "was released" in str(status.closed())
 
 
@@ -140,8 +140,8 @@ def test_a_client_that_may_not_patch_config_maps_still_deletes_the_attempt(rig: 
 
 
 @pytest.mark.parametrize("away", [0, 1])
-def test_an_api_server_that_is_away_for_minutes_keeps_no_gpu(rig: Rig, away: int) -> None:
-    """Before the deletion, and while it is waited for."""
+def test_a_release_outlasts_an_outage_of_the_api_server(rig: Rig, away: int) -> None:
+    """Before the deletion, and during the wait for it."""
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.operator.job(rig.job())["metadata"]["finalizers"] = ["ray.io/rayjob"]
@@ -159,7 +159,7 @@ def test_an_api_server_that_is_away_for_minutes_keeps_no_gpu(rig: Rig, away: int
     assert rig.left() == []
 
 
-def test_an_api_server_that_stays_away_is_named(rig: Rig) -> None:
+def test_a_release_fails_if_the_api_server_stays_away(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.away = True
     with pytest.raises(RunError, match="does not answer"):

@@ -31,7 +31,7 @@ def state(status: str) -> Answer:
 
 
 class Ray:
-    """A dashboard that says what a test wants, and the time that passes meanwhile."""
+    """A dashboard with given answers, and its clock."""
 
     def __init__(self, *answers: Answer, forever: Answer | None = None) -> None:
         self.answers, self.forever = iter(answers), forever
@@ -73,8 +73,8 @@ def test_a_job_is_submitted_once_and_followed_to_its_end() -> None:
     assert ray.told == ["job one: submitted", "job one: PENDING", "job one: RUNNING", "job one: SUCCEEDED"]
 
 
-def test_a_second_submitter_follows_what_the_first_one_submitted() -> None:
-    """kuberay#1902: a job that is submitted again under its number is refused, and the run with it."""
+def test_a_second_submitter_follows_the_job_of_the_first() -> None:
+    """kuberay#1902: a second submission with the same id is refused, and the run fails."""
     ray = Ray(state("RUNNING"), state("FAILED"))
     assert ray.submission().follow() == "FAILED"
     assert all(method == "GET" for method, _, _ in ray.asked)
@@ -86,7 +86,7 @@ def test_a_connection_that_breaks_does_not_end_the_run() -> None:
     assert ray.submission().follow() == "SUCCEEDED"
 
 
-def test_an_answer_that_is_lost_submits_nothing_twice() -> None:
+def test_a_job_is_not_submitted_twice_if_the_answer_is_lost() -> None:
     ray = Ray(UNKNOWN, OSError("timed out"), state("RUNNING"), state("SUCCEEDED"))
     assert ray.submission().follow() == "SUCCEEDED"
     assert [method for method, _, _ in ray.asked].count("POST") == 1
@@ -99,20 +99,20 @@ def test_ray_that_stays_away_ends_the_run() -> None:
     assert OUTAGE_S < ray.now <= OUTAGE_S + 2 * POLL_S
 
 
-def test_a_new_head_does_not_know_the_job_and_gets_no_other() -> None:
+def test_a_job_that_a_new_head_does_not_know_is_lost() -> None:
     ray = Ray(UNKNOWN, TAKEN, state("RUNNING"), UNKNOWN)
     with pytest.raises(RunError, match="head was replaced"):
         ray.submission().follow()
 
 
 @pytest.mark.parametrize("code", [400, 401, 403])
-def test_a_job_that_ray_refuses_is_not_sent_again(code: int) -> None:
+def test_a_refused_job_is_not_submitted_again(code: int) -> None:
     ray = Ray(UNKNOWN, (code, "Traceback ...\nValueError: pip must be a list\n"))
     with pytest.raises(RunError, match=rf"refuses job one \({code}\): ValueError: pip must be a list$"):
         ray.submission().follow()
 
 
-def test_what_the_driver_writes_is_passed_on_line_by_line() -> None:
+def test_the_log_of_the_driver_is_copied_line_by_line() -> None:
     ray = Ray(*[state("RUNNING")] * 3, state("SUCCEEDED"))
     submission, seen = ray.submission(), ["", "one\ntw", "one\ntwo\n", "one\ntwo\nthree"]
     submission.sleep = lambda seconds: grow()
@@ -126,7 +126,7 @@ def test_what_the_driver_writes_is_passed_on_line_by_line() -> None:
     assert ray.told == ["job one: RUNNING", "one", "two", "three", "job one: SUCCEEDED"]
 
 
-def test_a_long_log_is_asked_for_less_often_and_one_that_is_too_long_no_more() -> None:
+def test_a_long_log_is_read_less_often_and_a_too_long_one_not_at_all() -> None:
     ray = Ray(forever=state("RUNNING"))
     log = DriverLog("one", ray.ask, ray.told.append)
     ray.log = 200, json.dumps({"logs": f"{'x' * (30 * LOG_BYTES_PER_S)}\n"})
@@ -152,7 +152,7 @@ def test_a_log_that_cannot_be_read_does_not_end_the_run(answer: Answer) -> None:
 
 @pytest.fixture
 def server() -> Iterator[HTTPServer]:
-    """A dashboard that repeats what it is sent, and breaks off where it is asked to."""
+    """A dashboard that echoes requests, and breaks off one answer."""
 
     class Echo(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -169,7 +169,7 @@ def server() -> Iterator[HTTPServer]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing on the screen."""
+            """Write no log."""
 
     with HTTPServer(("127.0.0.1", 0), Echo) as found:
         thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
@@ -186,7 +186,7 @@ def test_requests_carry_rays_token(server: HTTPServer, token: str | None, header
     assert (code, json.loads(text)) == (200, ["/api/jobs/", header, {"a": "$é"}])
 
 
-def test_errors_of_http_are_answers_and_everything_else_is_none(server: HTTPServer) -> None:
+def test_http_errors_are_answers_and_other_errors_are_raised(server: HTTPServer) -> None:
     ask = dashboard(f"127.0.0.1:{server.server_port}", None)
     assert ask("PUT", "/", None)[0] == 501
     with pytest.raises(OSError, match="is incomplete"):
@@ -195,5 +195,5 @@ def test_errors_of_http_are_answers_and_everything_else_is_none(server: HTTPServ
         dashboard("127.0.0.1:1", None)("GET", "/", None)
 
 
-def test_an_answer_without_end_is_not_read(server: HTTPServer) -> None:
+def test_a_too_long_answer_is_not_read(server: HTTPServer) -> None:
     assert dashboard(f"127.0.0.1:{server.server_port}", None)("GET", "/", None) == (TOO_LONG, "")

@@ -1,4 +1,4 @@
-"""The watcher against a stand-in of cluster and operator, with a real store and a clock that only sleeping moves."""
+"""The watcher with a fake cluster and operator, a real store, and a clock that only `sleep` advances."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_run_is_followed_from_its_start_to_its_summary(rig: Rig) -> None:
     assert "starting: 0 of 3 pods ready" in shown
 
 
-def test_provision_twice_makes_one_job(rig: Rig) -> None:
+def test_a_second_provision_attaches_to_the_first(rig: Rig) -> None:
     assert rig.watcher().provision() == rig.watcher().provision() == 1
     assert rig.created() == [rig.job()]
 
@@ -49,8 +49,8 @@ def test_a_killed_watcher_attaches_and_shows_every_step_once(rig: Rig) -> None:
     assert steps == [1, 2]
 
 
-def test_the_engines_that_the_autoscaler_made_are_left_to_it(rig: Rig) -> None:
-    """kuberay#532: who writes `replicas` beside the autoscaler takes away the engines that it made."""
+def test_the_number_of_engines_is_left_to_the_autoscaler(rig: Rig) -> None:
+    """kuberay#532: a client that writes `replicas` deletes the engines that the autoscaler created."""
     with_kubernetes(rig, max_engines=4)
     first = rig.watcher().provision()
     rig.starts()
@@ -68,7 +68,7 @@ def test_the_engines_that_the_autoscaler_made_are_left_to_it(rig: Rig) -> None:
     made = copy.deepcopy(rig.operator.job(rig.job())["spec"])
     rig.owner = Owner("kfp-2", owner_reference("flow-2", "uid-of-flow-2"))
     rig.config = rig.config.model_copy(update={"rollout": rig.config.rollout.model_copy(update={"engines": 2})})
-    assert rig.watcher().provision() == first, "the next pipeline run goes on with it"
+    assert rig.watcher().provision() == first, "the next pipeline run adopts it"
     rig.clock.after(60, rig.succeeds)
     rig.watcher().follow(first)
     [ray] = rig.cluster.list(RAY_CLUSTERS)
@@ -76,7 +76,7 @@ def test_the_engines_that_the_autoscaler_made_are_left_to_it(rig: Rig) -> None:
     assert rig.operator.job(rig.job())["spec"] == made
 
 
-def test_a_run_that_ended_while_nobody_watched_and_is_cleaned_up_has_its_summary(rig: Rig) -> None:
+def test_a_run_that_ended_and_was_deleted_without_a_watcher_has_its_summary(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.leaves()
     rig.cluster.delete(RAY_JOBS, rig.job())
@@ -84,12 +84,12 @@ def test_a_run_that_ended_while_nobody_watched_and_is_cleaned_up_has_its_summary
     assert rig.created() == [rig.job()]
 
 
-def test_what_an_earlier_pipeline_left_is_not_the_result_of_this_one(rig: Rig) -> None:
+def test_results_of_an_earlier_pipeline_do_not_count(rig: Rig) -> None:
     rig.leaves(1)
     assert rig.watcher().provision() == 2
 
 
-def test_the_job_of_an_earlier_pipeline_that_kuberay_keeps_makes_room_for_a_new_attempt(rig: Rig) -> None:
+def test_an_ended_rayjob_of_an_earlier_pipeline_is_replaced(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.succeeds()
@@ -124,7 +124,7 @@ def test_an_api_server_that_is_away_for_minutes_does_not_end_the_run(rig: Rig) -
     assert rig.output.getvalue().count("does not answer") == 1
 
 
-def test_an_api_server_that_stays_away_ends_the_watch_in_the_end(rig: Rig) -> None:
+def test_an_api_server_that_stays_away_ends_the_watch(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.clock.after(5, lambda: setattr(rig.cluster, "away", True))
     with pytest.raises(RunError, match="does not answer"):
@@ -138,7 +138,7 @@ def test_a_lost_permission_ends_the_watch_at_once(rig: Rig) -> None:
         rig.watcher().follow(first)
 
 
-def test_a_new_pipeline_takes_a_living_run_over(rig: Rig) -> None:
+def test_a_new_pipeline_adopts_a_running_attempt(rig: Rig) -> None:
     rig.watcher().provision()
     reference = owner_reference("flow-2", "uid-of-flow-2")
     rig.owner = replace(rig.owner, kfp_run="kfp-2", reference=reference)
@@ -154,7 +154,7 @@ def test_the_job_of_a_pipeline_is_owned_by_its_workflow(rig: Rig) -> None:
     assert rig.operator.job(rig.job())["metadata"]["ownerReferences"][0]["uid"] == "uid-of-flow-1"
 
 
-def test_a_rayjob_of_somebody_else_is_neither_taken_over_nor_deleted(rig: Rig) -> None:
+def test_a_foreign_rayjob_is_neither_adopted_nor_deleted(rig: Rig) -> None:
     theirs = {"metadata": {"name": rig.job(), "labels": {RUN_LABEL: "another"}}, "spec": {}}
     rig.cluster.create(RAY_JOBS, theirs)
     with pytest.raises(ConfigError, match=f"{rig.job()} in namespace tidemill belongs to something else"):
@@ -163,7 +163,7 @@ def test_a_rayjob_of_somebody_else_is_neither_taken_over_nor_deleted(rig: Rig) -
     assert "annotations" not in rig.operator.job(rig.job())["metadata"]
 
 
-def test_events_that_are_missing_in_the_store_do_not_end_the_watch(rig: Rig) -> None:
+def test_a_gap_in_the_events_does_not_end_the_watch(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
     rig.clock.after(30, lambda: rig.steps(1, 1))
@@ -176,7 +176,7 @@ def test_events_that_are_missing_in_the_store_do_not_end_the_watch(rig: Rig) -> 
 
 
 class AwayStore(ObjectStore):
-    """A store that may be away for everything but whether an object is there."""
+    """A store that can be unreachable for all requests except `exists`."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store.client, store.endpoint, store.bucket)
@@ -188,7 +188,7 @@ class AwayStore(ObjectStore):
         return super().list(prefix, after)
 
 
-def test_a_store_that_is_away_keeps_no_watcher_from_its_sign_of_life(rig: Rig) -> None:
+def test_the_heartbeat_goes_on_while_the_store_is_away(rig: Rig) -> None:
     rig.store = store = AwayStore(rig.store)
     first = rig.watcher().provision()
     ages: list[float] = []

@@ -1,4 +1,4 @@
-"""The GPU hours of a watched run; how they are counted is in test_budget."""
+"""The GPU budget of a watched run; test_budget tests the count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.kuberay.cluster import RAY_CLUSTERS
 from tidemill.store.attempt import Attempt
 
 
-def test_a_used_up_budget_ends_the_run_and_says_so(rig: Rig) -> None:
+def test_a_used_up_budget_stops_the_run(rig: Rig) -> None:
     with_kubernetes(rig, gpu_hours=1.0)
     first = rig.watcher().provision()
     rig.starts()
@@ -40,7 +40,7 @@ def test_a_run_over_budget_that_does_not_end_is_deleted(rig: Rig) -> None:
     assert rig.left() == []
 
 
-def test_gpu_hours_of_a_run_that_ended_unwatched_go_to_its_end(rig: Rig) -> None:
+def test_gpu_hours_of_a_run_without_a_watcher_count_until_its_end(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
     rig.clock.after(15 + 300, killed)
@@ -71,7 +71,7 @@ def test_the_budget_counts_all_attempts_and_outlives_the_watcher(rig: Rig) -> No
         rig.watcher().provision()
 
 
-def test_a_budget_that_is_used_up_by_pods_that_wait_for_others_ends_the_run_before_it_began(rig: Rig) -> None:
+def test_a_budget_that_waiting_pods_use_up_ends_the_run_before_it_starts(rig: Rig) -> None:
     with_kubernetes(rig, gpu_hours=0.1)
     first, begin = rig.watcher().provision(), rig.clock.now
     rig.clock.after(2, lambda: rig.operator.admit(rig.job()))
@@ -84,7 +84,7 @@ def test_a_budget_that_is_used_up_by_pods_that_wait_for_others_ends_the_run_befo
     assert rig.left() == []
 
 
-def test_why_provision_begins_nothing_is_noted(rig: Rig) -> None:
+def test_a_refusal_of_provision_is_recorded(rig: Rig) -> None:
     with_kubernetes(rig, gpu_hours=1.0)
     watcher = rig.watcher()
     watcher.usage.pods["uid"] = PodUsage(4, 0.0, 3600.0)

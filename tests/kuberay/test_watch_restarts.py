@@ -1,4 +1,4 @@
-"""What a watcher does about a failure: the next attempt, or the end of the run with its reason."""
+"""The reaction of the watcher to a failure: the next attempt, or the end of the run with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidemill.kuberay.release import release_run
 
 
 @pytest.mark.parametrize("error", [RunError("rank 3 died"), EngineError("engine 0 is gone")])
-def test_a_failure_that_may_pass_is_answered_with_the_next_attempt(rig: Rig, error: TidemillError) -> None:
+def test_a_retryable_failure_starts_the_next_attempt(rig: Rig, error: TidemillError) -> None:
     first = rig.watcher().provision()
     rig.starts()
     rig.clock.after(50, lambda: rig.fails(1, error))
@@ -26,7 +26,7 @@ def test_a_failure_that_may_pass_is_answered_with_the_next_attempt(rig: Rig, err
     assert f"attempt 1 failed, 3 more: {error}" in rig.output.getvalue()
 
 
-def test_the_old_attempt_is_gone_before_the_next_one_is_made(rig: Rig) -> None:
+def test_the_old_attempt_is_gone_before_the_next_one_is_created(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
     rig.clock.after(20, lambda: rig.operator.job(rig.job())["metadata"].update(finalizers=["ray.io/rayjob"]))
@@ -43,7 +43,7 @@ def test_the_old_attempt_is_gone_before_the_next_one_is_made(rig: Rig) -> None:
     rig.watcher().follow(first)
 
 
-def test_a_lost_head_is_answered_within_seconds_though_kuberay_still_says_running(rig: Rig) -> None:
+def test_a_lost_head_starts_the_next_attempt_while_kuberay_still_reports_running(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
     rig.clock.after(50, lambda: rig.operator.lose_head(rig.job()))
@@ -56,7 +56,7 @@ def test_a_lost_head_is_answered_within_seconds_though_kuberay_still_says_runnin
     assert "the head pod is gone" in rig.output.getvalue()
 
 
-def test_a_failure_that_comes_again_uses_up_the_restarts(rig: Rig) -> None:
+def test_a_repeated_failure_uses_up_the_restarts(rig: Rig) -> None:
     with_kubernetes(rig, max_restarts=1)
     first = rig.watcher().provision()
     for number in (1, 2):
@@ -66,11 +66,11 @@ def test_a_failure_that_comes_again_uses_up_the_restarts(rig: Rig) -> None:
         rig.watcher().follow(first)
     assert rig.left() == []
     with pytest.raises(ClusterError, match="lost 2"):
-        rig.watcher().follow(first)  # KFP tries the step again
+        rig.watcher().follow(first)  # KFP retries the step
     assert rig.created() == [rig.job(1), rig.job(2)]
 
 
-def test_a_failure_that_would_come_again_ends_the_run_with_its_traceback(rig: Rig) -> None:
+def test_a_permanent_failure_ends_the_run_with_its_traceback(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
     rig.clock.after(50, lambda: rig.fails(1, DataError("train.jsonl:7 is broken")))
@@ -89,7 +89,7 @@ def test_an_unexpected_failure_tells_where_it_came_from(rig: Rig) -> None:
         rig.watcher().follow(first)
 
 
-def test_a_driver_that_dies_without_a_word_is_quoted_from_its_log(rig: Rig) -> None:
+def test_a_driver_that_dies_without_a_failure_record_is_quoted_from_its_log(rig: Rig) -> None:
     with_kubernetes(rig, max_restarts=0)
     first = rig.watcher().provision()
     rig.starts()
@@ -103,7 +103,7 @@ def test_a_driver_that_dies_without_a_word_is_quoted_from_its_log(rig: Rig) -> N
         rig.watcher().follow(first)
 
 
-def test_a_cluster_that_does_not_go_away_is_named_beside_the_failure(rig: Rig) -> None:
+def test_a_cluster_that_is_not_removed_is_named_after_the_failure(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
     rig.clock.after(20, lambda: rig.operator.job(rig.job())["metadata"].update(finalizers=["ray.io/rayjob"]))
@@ -112,7 +112,7 @@ def test_a_cluster_that_does_not_go_away_is_named_beside_the_failure(rig: Rig) -
         rig.watcher().follow(first)
 
 
-def test_a_watcher_that_is_killed_while_a_failed_run_ends_begins_no_other_attempt(rig: Rig) -> None:
+def test_a_watcher_killed_during_the_removal_starts_no_other_attempt(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
     holds_on(rig, 20, 100)
@@ -125,8 +125,8 @@ def test_a_watcher_that_is_killed_while_a_failed_run_ends_begins_no_other_attemp
     assert rig.created() == [rig.job()]
 
 
-def test_a_pipeline_that_a_person_tries_again_after_its_end_goes_on_with_new_attempts(rig: Rig) -> None:
-    """KFP's Retry: the same pipeline run, whose exit handler gave the run back; what succeeded is not run again."""
+def test_a_pipeline_that_a_user_retries_after_its_end_starts_new_attempts(rig: Rig) -> None:
+    """KFP's retry of a pipeline run whose exit handler has released the run; steps that succeeded are not repeated."""
     with_kubernetes(rig, max_restarts=0)
     rig.owner = replace(rig.owner, kfp_run="kfp-1")
     first = rig.watcher().provision()

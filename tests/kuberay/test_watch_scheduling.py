@@ -1,4 +1,4 @@
-"""A watched run whose pods find no place, or wait for one."""
+"""A watched run whose pods cannot be scheduled or wait for room."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_quota_that_is_used_up_ends_the_run_within_a_minute(rig: Rig) -> None:
     assert rig.left() == []
 
 
-def test_a_cluster_without_room_is_given_up_after_the_start_timeout(rig: Rig) -> None:
+def test_a_cluster_without_room_fails_after_the_start_timeout(rig: Rig) -> None:
     with_kubernetes(rig, start_timeout_s=600)
     first, begin = rig.watcher().provision(), rig.clock.now
     taken = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 No victims."

@@ -1,4 +1,4 @@
-"""Two watchers of one run: the slower one follows what the other did."""
+"""Two watchers of one run: the slower one follows the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidemill.store.attempt import Attempt
 
 @pytest.mark.parametrize("ahead", ["runs", "gone", "succeeded", "given up"])
 def test_a_watcher_that_is_slower_than_another_one_follows_it(rig: Rig, ahead: str) -> None:
-    """Both saw attempt 1 fail. While this one waits for its pods to end, the other one goes on to attempt 2 and 3."""
+    """Both saw attempt 1 fail. While this one waits for its pods to end, the other one starts attempts 2 and 3."""
     first = rig.watcher().provision()
     rig.starts()
     holds_on(rig, 20, 200)
@@ -43,8 +43,8 @@ def test_a_watcher_that_is_slower_than_another_one_follows_it(rig: Rig, ahead: s
     assert rig.created() == [rig.job(1), *([rig.job(last)] if last else [])]
 
 
-def test_what_another_watcher_took_away_was_not_deleted_from_outside(rig: Rig) -> None:
-    """Two watchers: the other one sees first that the head is lost, and takes the attempt away to begin another."""
+def test_a_rayjob_that_another_watcher_removed_was_not_deleted_from_outside(rig: Rig) -> None:
+    """The other watcher sees first that the head is lost, and removes the attempt to start the next one."""
     first = rig.watcher().provision()
     rig.starts()
 
@@ -59,7 +59,7 @@ def test_what_another_watcher_took_away_was_not_deleted_from_outside(rig: Rig) -
     assert rig.created() == [rig.job(1), rig.job(2)]
 
 
-def test_what_another_watcher_gave_up_is_given_up_with_its_words(rig: Rig) -> None:
+def test_the_verdict_of_another_watcher_is_raised(rig: Rig) -> None:
     first = rig.watcher().provision()
     rig.starts()
 

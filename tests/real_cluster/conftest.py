@@ -1,7 +1,7 @@
-"""What the tests on a real cluster share: a namespace of their own, a service account, a store that pods reach.
+"""Fixtures of the tests on a real cluster: a namespace, service accounts, and a store that pods can reach.
 
-The cluster of KUBECONFIG needs KubeRay and the image of `make test-image`. Where pods cannot reach this machine under
-its node's address, TIDEMILL_TEST_ADDRESS names one.
+The cluster of KUBECONFIG needs KubeRay and the image of `make test-image`. If pods cannot reach this machine at the
+address of its node, set TIDEMILL_TEST_ADDRESS.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = {"ServiceAccount": SERVICE_ACCOUNTS, "Role": ROLES, "RoleBinding": BINDI
 
 @pytest.fixture(scope="session")
 def admin() -> Iterator[KubernetesCluster]:
-    """The administrator, in a namespace that is deleted in the end."""
+    """The administrator, in a namespace that is deleted at the end."""
     if "KUBECONFIG" not in os.environ:
         pytest.skip("needs a cluster: KUBECONFIG")
     cluster = KubernetesCluster.connect(f"tidemill-test-{secrets.token_hex(3)}")
@@ -48,19 +48,19 @@ def admin() -> Iterator[KubernetesCluster]:
 
 @pytest.fixture(scope="session")
 def steps(admin: KubernetesCluster) -> KubernetesCluster:
-    """A step of the pipeline: the cluster as its service account sees it."""
+    """The cluster with the permissions of a pipeline step."""
     return with_token(admin, "tidemill-pipeline")
 
 
 @pytest.fixture(scope="session")
 def reaper(admin: KubernetesCluster) -> KubernetesCluster:
-    """The reaper: the cluster as its service account sees it."""
+    """The cluster with the permissions of the reaper."""
     return with_token(admin, "tidemill-reaper")
 
 
 @pytest.fixture(scope="session")
 def store(admin: KubernetesCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """An S3 server on this machine, whose keys stand in the secret of the runs."""
+    """An S3 server on this machine, with its keys in the secret of the runs."""
     folder, address = tmp_path_factory.mktemp("seaweedfs"), address_for_pods(admin)
     keys = secrets.token_hex(8), secrets.token_hex(16)
     credentials = [{"accessKey": keys[0], "secretKey": keys[1]}]
@@ -85,7 +85,7 @@ def store(admin: KubernetesCluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def address_for_pods(admin: KubernetesCluster) -> str:
-    """An address of this machine that pods reach."""
+    """An address of this machine that pods can reach."""
     named = os.environ.get("TIDEMILL_TEST_ADDRESS")
     if named:
         return named
@@ -111,7 +111,7 @@ def connected(endpoint: str, keys: tuple[str, str]) -> ObjectStore:
 
 @pytest.fixture
 def run(admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, tmp_path: Path) -> Iterator[ClusterRun]:
-    """A run of one trainer rank and one engine, and the namespace that it is in; nothing of it stays."""
+    """A run of one trainer rank and one engine; it is deleted at the end."""
     run = ClusterRun(admin, steps, store, tmp_path)
     yield run
     run.clear()

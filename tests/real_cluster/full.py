@@ -44,7 +44,7 @@ def settings(platform: Platform, folder: Path) -> dict[str, Any]:
     tree: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
     place = f"{platform.namespace}.svc.cluster.local"
     small = {"cpus": 0.3, "memory_gib": 6, "shared_memory_gib": 2}
-    large = small | {"memory_gib": 8}  # a rank restores its state beside the weights that it loaded
+    large = small | {"memory_gib": 8}  # a rank restores its state while it still holds the loaded weights
     tree |= {
         "name": NAME,
         "output": str(folder / "runs"),
@@ -75,7 +75,7 @@ def settings(platform: Platform, folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Faults:
-    """Pods that are taken away by force when the run is far enough.
+    """Pods that are deleted by force after certain steps.
 
     Attributes:
         platform: where.
@@ -93,7 +93,7 @@ class Faults:
     )
 
     def after(self, step: int) -> None:
-        """Take away what is due."""
+        """Delete the pods that are due."""
         if not self.due or step < self.due[0][0]:
             return
         _, what, label = self.due.pop(0)
@@ -128,13 +128,13 @@ def train(platform: Platform, folder: Path, say: Say) -> int:
 
 
 def bring_prompts(store: ObjectStore) -> None:
-    """Put the demo's prompts where pods read them."""
+    """Upload the demo's prompts to the store."""
     for name in PROMPTS.values():
         store.put_file(f"prompts/{name}", EXAMPLE.parent / name)
 
 
 def check(platform: Platform, store: ObjectStore, tracking: str, folder: Path, say: Say) -> None:
-    """See that the run did what it should, and that nothing of it is left."""
+    """Check the results of the run, and that nothing of it is left."""
     summary = json.loads((folder / "runs" / RUN / "summary.json").read_text(encoding="utf-8"))
     name, _, version = summary["model_version"].partition("/")
     assert MlflowClient(tracking).get_model_version_by_alias(name, "candidate").version == version
@@ -151,11 +151,11 @@ def check(platform: Platform, store: ObjectStore, tracking: str, folder: Path, s
 
 
 def main() -> None:
-    """Everything, once; fails with a traceback."""
+    """Run the whole test; fails with a traceback."""
     missing = {IMAGE, *needed("test")} - images_of_nodes()
     if missing:
         sys.exit(f"the nodes lack {', '.join(sorted(missing))}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the namespace goes in any case
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the namespace is deleted in any case
     started = time.monotonic()
 
     def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The manifests of k8s/ on a real cluster: taken, started, used, and refusing what they are to refuse."""
+"""The manifests of k8s/ on a real cluster: they are valid, start, work, and refuse what they must refuse."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FORBIDDEN = [
 
 @pytest.fixture(scope="module")
 def applied() -> Iterator[Platform]:
-    """The test overlay, applied; its own pods may lack their images."""
+    """The test overlay, applied; images of its pods may be missing."""
     if "KUBECONFIG" not in os.environ:
         pytest.skip("needs a cluster: KUBECONFIG")
     made = new_platform()
@@ -63,7 +63,7 @@ def applied() -> Iterator[Platform]:
 
 @pytest.fixture(scope="module")
 def platform(applied: Platform) -> Platform:
-    """The same with MinIO, its users and MLflow at work."""
+    """The test overlay with MinIO, its users and MLflow running."""
     missing = needed("test") - images_of_nodes()
     if missing:
         pytest.skip(f"the nodes lack {', '.join(sorted(missing))}: make images minio-image")
@@ -73,11 +73,11 @@ def platform(applied: Platform) -> Platform:
     return applied
 
 
-def test_everything_is_taken_again(applied: Platform) -> None:
+def test_the_overlay_can_be_applied_again(applied: Platform) -> None:
     applied.apply("test", "--dry-run=server")
 
 
-def test_seaweedfs_is_taken_in_the_place_of_minio(applied: Platform) -> None:
+def test_the_seaweedfs_overlay_is_valid(applied: Platform) -> None:
     other = new_platform()
     try:
         other.apply("seaweedfs", "--dry-run=server")
@@ -86,39 +86,39 @@ def test_seaweedfs_is_taken_in_the_place_of_minio(applied: Platform) -> None:
 
 
 @pytest.mark.parametrize(("verb", "resource"), PIPELINE)
-def test_a_step_may_do_what_a_run_needs(applied: Platform, verb: str, resource: str) -> None:
-    assert applied.may("tidemill-pipeline", verb, resource)
+def test_a_step_has_the_permissions_of_a_run(applied: Platform, verb: str, resource: str) -> None:
+    assert applied.is_allowed("tidemill-pipeline", verb, resource)
 
 
 @pytest.mark.parametrize(("verb", "resource"), FORBIDDEN)
 @pytest.mark.parametrize("account", ["tidemill-pipeline", "tidemill-reaper", "tidemill-ray", "default"])
-def test_no_account_may_do_more(applied: Platform, account: str, verb: str, resource: str) -> None:
-    assert not applied.may(account, verb, resource)
+def test_no_account_has_more_permissions(applied: Platform, account: str, verb: str, resource: str) -> None:
+    assert not applied.is_allowed(account, verb, resource)
 
 
-def test_accounts_may_nothing_in_another_namespace(applied: Platform) -> None:
-    assert not applied.may("tidemill-pipeline", "list", "rayjobs.ray.io", "default")
-    assert not applied.may("tidemill-reaper", "delete", "rayjobs.ray.io", "default")
+def test_accounts_have_no_permission_in_another_namespace(applied: Platform) -> None:
+    assert not applied.is_allowed("tidemill-pipeline", "list", "rayjobs.ray.io", "default")
+    assert not applied.is_allowed("tidemill-reaper", "delete", "rayjobs.ray.io", "default")
 
 
-def test_the_reaper_may_list_and_delete_and_make_nothing(applied: Platform) -> None:
-    assert applied.may("tidemill-reaper", "list", "rayjobs.ray.io")
-    assert applied.may("tidemill-reaper", "delete", "rayjobs.ray.io")
-    assert not applied.may("tidemill-reaper", "create", "rayjobs.ray.io")
+def test_the_reaper_can_list_and_delete_but_not_create(applied: Platform) -> None:
+    assert applied.is_allowed("tidemill-reaper", "list", "rayjobs.ray.io")
+    assert applied.is_allowed("tidemill-reaper", "delete", "rayjobs.ray.io")
+    assert not applied.is_allowed("tidemill-reaper", "create", "rayjobs.ray.io")
 
 
-def test_ray_pods_may_nothing(applied: Platform) -> None:
-    assert not any(applied.may("tidemill-ray", verb, resource) for verb, resource in PIPELINE)
+def test_ray_pods_have_no_permission_on_the_cluster(applied: Platform) -> None:
+    assert not any(applied.is_allowed("tidemill-ray", verb, resource) for verb, resource in PIPELINE)
 
 
 def test_a_step_in_a_profile_reads_the_secrets_of_kfp_and_no_other(applied: Platform) -> None:
     applied.apply("test", components=["profile"])
     secrets_of_kfp = ("mlpipeline-minio-artifact", "kfp-mlflow-credentials")
-    assert all(applied.may("tidemill-pipeline", "get", "secrets", name=name) for name in secrets_of_kfp)
-    assert applied.may("tidemill-pipeline", "create", "workflowtaskresults.argoproj.io")
+    assert all(applied.is_allowed("tidemill-pipeline", "get", "secrets", name=name) for name in secrets_of_kfp)
+    assert applied.is_allowed("tidemill-pipeline", "create", "workflowtaskresults.argoproj.io")
     for name in ("", "tidemill-store", "tidemill-store-admin"):
-        assert not applied.may("tidemill-pipeline", "get", "secrets", name=name)
-    assert not applied.may("tidemill-pipeline", "list", "secrets", name=secrets_of_kfp[0])
+        assert not applied.is_allowed("tidemill-pipeline", "get", "secrets", name=name)
+    assert not applied.is_allowed("tidemill-pipeline", "list", "secrets", name=secrets_of_kfp[0])
 
 
 def test_a_pod_as_root_is_refused(applied: Platform) -> None:
@@ -153,21 +153,21 @@ def test_a_head_is_not_evicted(applied: Platform) -> None:
 
 
 def evict(platform: Platform, name: str) -> subprocess.CompletedProcess[str]:
-    """Ask for a pod as a drain does."""
+    """Evict a pod as a drain does."""
     meta = {"name": name, "namespace": platform.namespace}
     eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta})
     path = f"/api/v1/namespaces/{platform.namespace}/pods/{name}/eviction"
     return platform.kubectl("create", "--raw", path, "-f", "-", stdin=eviction, check=False)
 
 
-def test_a_head_that_is_not_ready_holds_up_no_drain(applied: Platform) -> None:
+def test_a_head_that_is_not_ready_can_be_evicted(applied: Platform) -> None:
     probe = {"readinessProbe": {"exec": {"command": ["false"]}}}
     applied.kubectl("create", "-f", "-", stdin=pod("sick", IMAGE, labels={"ray.io/node-type": "head"}, container=probe))
     applied.wait("pod/sick", "jsonpath={.status.phase}=Running")
     assert evict(applied, "sick").returncode == 0
 
 
-def test_a_step_cannot_change_what_is_run_with_keys(applied: Platform) -> None:
+def test_a_step_cannot_change_scripts_that_run_with_keys(applied: Platform) -> None:
     [script] = [name for name in applied.kubectl("get", "configmap", "-o", "name").stdout.split() if "setup" in name]
     step = f"--as=system:serviceaccount:{applied.namespace}:tidemill-pipeline"
     refused = applied.kubectl("patch", script, step, "--type=merge", "-p", '{"data":{"setup.py":""}}', check=False)
@@ -202,20 +202,20 @@ def test_mlflow_keeps_runs_and_puts_artifacts_into_its_bucket(platform: Platform
     assert [item.key for item in stored if item.key.endswith(f"{run}/artifacts/report.md")] != []
 
 
-def test_mlflow_is_found_again_after_its_pod_is_lost(platform: Platform) -> None:
+def test_mlflow_keeps_its_data_when_its_pod_is_lost(platform: Platform) -> None:
     from mlflow import MlflowClient
 
     with platform.forwarded("mlflow", 5000) as address:
         MlflowClient(f"http://{address}").create_registered_model("kept")
     lost = ready(platform, "mlflow")
     platform.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=mlflow", "--force", "--grace-period=0")
-    eventually("another MLflow", lambda: ready(platform, "mlflow") - lost, READY_S)  # the deployment hears of it later
+    eventually("another MLflow", lambda: ready(platform, "mlflow") - lost, READY_S)  # the deployment notices later
     with platform.forwarded("mlflow", 5000) as address:
         assert MlflowClient(f"http://{address}").get_registered_model("kept").name == "kept"
 
 
 def ready(platform: Platform, component: str) -> set[str]:
-    """UIDs of a component's pods that are ready."""
+    """UIDs of the ready pods of a component."""
     chosen = f"app.kubernetes.io/component={component}"
     pods = json.loads(platform.kubectl("get", "pods", "-l", chosen, "-o", "json").stdout)["items"]
     return {
@@ -228,7 +228,7 @@ def ready(platform: Platform, component: str) -> set[str]:
 @pytest.mark.parametrize(
     ("host", "status"), [("mlflow:5000", 200), ("mlflow.tidemill.svc:5000", 200), ("mlflow.evil.example", 403)]
 )
-def test_mlflow_answers_by_its_own_names_only(platform: Platform, host: str, status: int) -> None:
+def test_mlflow_answers_to_its_own_host_names_only(platform: Platform, host: str, status: int) -> None:
     with platform.forwarded("mlflow", 5000) as address:
         request = urllib.request.Request(f"http://{address}/api/2.0/mlflow/experiments/search?max_results=1")
         request.add_header("Host", host)
@@ -239,14 +239,14 @@ def test_mlflow_answers_by_its_own_names_only(platform: Platform, host: str, sta
             assert refused.code == status
 
 
-def test_the_reaper_runs_to_its_end(platform: Platform) -> None:
+def test_the_reaper_job_completes(platform: Platform) -> None:
     platform.kubectl("create", "job", "reap-now", "--from=cronjob/tidemill-reaper")
     eventually("reaper", lambda: finished(platform, "reap-now"), 300)
     log = platform.kubectl("logs", "job/reap-now").stdout
     assert succeeded(platform, "reap-now"), log
 
 
-def test_mlflow_with_accounts_asks_for_a_password(platform: Platform) -> None:
+def test_mlflow_with_accounts_requires_a_password(platform: Platform) -> None:
     login = {"password": "first 100% password", "session_key": secrets.token_hex(16)}
     values = [f"--from-literal={key}={value}" for key, value in login.items()]
     platform.kubectl("create", "secret", "generic", "tidemill-mlflow-accounts", *values)
@@ -260,7 +260,7 @@ def test_mlflow_with_accounts_asks_for_a_password(platform: Platform) -> None:
 
 
 def status(url: str, login: str | None = None) -> int:
-    """How a server answers, to somebody with a name and a password."""
+    """Status of a server's answer to a request with a name and a password."""
     request = urllib.request.Request(url)
     if login is not None:
         request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")

@@ -1,4 +1,4 @@
-"""The client keeps the contract on a real API server, with the rights of an administrator."""
+"""The client keeps the contract on a real API server, with administrator permissions."""
 
 from __future__ import annotations
 

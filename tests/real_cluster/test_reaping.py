@@ -1,4 +1,4 @@
-"""What takes a run's cluster away on a real cluster when nobody is left to do it."""
+"""The deletion of abandoned runs on a real cluster."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from tidemill.kuberay.run_status import Owner, owner_reference
 pytestmark = pytest.mark.cluster
 
 
-def test_a_cluster_whose_watcher_is_silent_is_reaped_and_one_that_is_watched_is_not(
-    run: ClusterRun, reaper: KubernetesCluster
-) -> None:
+def test_only_a_cluster_without_a_heartbeat_is_reaped(run: ClusterRun, reaper: KubernetesCluster) -> None:
     run.trainer_steps = 500
     run.provision()
     run.until(lambda: len(run.pods()) >= 3)
@@ -33,8 +31,8 @@ def test_a_cluster_whose_watcher_is_silent_is_reaped_and_one_that_is_watched_is_
     run.until(lambda: not run.left())
 
 
-def test_a_cluster_goes_with_its_owner_and_its_watcher_says_so(run: ClusterRun) -> None:
-    """The owner is a ConfigMap in place of a workflow, which the test bed does not know; garbage is collected alike."""
+def test_a_cluster_is_deleted_with_its_owner(run: ClusterRun) -> None:
+    """The owner is a ConfigMap instead of a workflow, because the test bed has no Argo."""
     name = f"owner-{run.name}"
     owner = run.admin.create(CONFIG_MAPS, {"metadata": {"name": name}})
     uid = owner["metadata"]["uid"]

@@ -1,4 +1,4 @@
-"""What keeps a run from starting on a real cluster: soon one clear message, and no pod stays."""
+"""Runs that cannot start on a real cluster: they soon end with one clear error, and no pod is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tidemill.store.object_store import ObjectStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-SOON_S = KubernetesConfig().start_timeout_s / 4  # not when a run that waits for room is given up
+SOON_S = KubernetesConfig().start_timeout_s / 4  # long before the start timeout
 WORKER = SMALL | {"shared_memory_gib": 1}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "image": (
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended: its error, seconds until then, what was left, and what `tidemill status` says."""
+    """How a run ended: its error, its duration, the objects that are left, and the output of `tidemill status`."""
 
     error: TidemillError
     seconds: float
@@ -53,7 +53,7 @@ class End:
 
 
 def end_of(run: ClusterRun, settings: dict[str, Any]) -> End:
-    """Begin a run that is refused, and follow it."""
+    """Start a run that is refused, and follow it."""
     run.kubernetes, began = settings, time.monotonic()
     number = run.provision()
     with pytest.raises(ClusterError) as caught:
@@ -67,14 +67,14 @@ def end_of(run: ClusterRun, settings: dict[str, Any]) -> End:
 def ends(
     admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[End]]]:
-    """All runs that are refused, at the same time: they hold next to nothing."""
+    """All refused runs at the same time, because they use few resources."""
     with ThreadPoolExecutor(len(CASES)) as threads:
         runs = {name: ClusterRun(admin, steps, store, tmp_path_factory.mktemp("run")) for name in CASES}
         yield {name: threads.submit(end_of, run, CASES[name][0]) for name, run in runs.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_cannot_start_is_told_and_nothing_stays(ends: dict[str, Future[End]], case: str) -> None:
+def test_a_run_that_cannot_start_ends_with_the_reason(ends: dict[str, Future[End]], case: str) -> None:
     end = ends[case].result(SOON_S)
     assert (end.left, end.seconds < SOON_S) == ([], True)
     with pytest.raises(ClusterError, match=CASES[case][1]):
@@ -83,7 +83,7 @@ def test_a_run_that_cannot_start_is_told_and_nothing_stays(ends: dict[str, Futur
     assert str(end.error) in end.status
 
 
-def test_keys_that_the_store_does_not_take_end_the_run_with_its_first_attempt(run: ClusterRun) -> None:
+def test_keys_that_the_store_rejects_end_the_run_with_its_first_attempt(run: ClusterRun) -> None:
     keys = {"access_key": os.environ["TIDEMILL_S3_ACCESS_KEY"], "secret_key": "wrong"}
     run.admin.create(SECRETS, {"metadata": {"name": "wrong-keys"}, "stringData": keys})
     end = end_of(run, {"store_secret": "wrong-keys", "max_restarts": 3})
@@ -94,7 +94,7 @@ def test_keys_that_the_store_does_not_take_end_the_run_with_its_first_attempt(ru
 
 @contextmanager
 def quota(admin: KubernetesCluster) -> Iterator[None]:
-    """One GPU for the namespace, and other things without end."""
+    """One GPU for the namespace, and no other quota."""
     admin.create(QUOTAS, {"metadata": {"name": "gpus"}, "spec": {"hard": {"requests.nvidia.com/gpu": "1"}}})
     try:
         yield
@@ -102,15 +102,15 @@ def quota(admin: KubernetesCluster) -> Iterator[None]:
         admin.delete(QUOTAS, "gpus")
 
 
-def test_a_quota_that_is_exceeded(run: ClusterRun) -> None:
+def test_an_exceeded_quota_ends_the_run(run: ClusterRun) -> None:
     with quota(run.admin):
         end = end_of(run, {})
     assert "the cluster refuses the pods of the run: exceeded quota: gpus, requested: requests.nvidia" in str(end.error)
     assert (end.left, end.seconds < SOON_S) == ([], True)
 
 
-def test_a_cluster_without_room_is_given_up_after_the_start_timeout_and_says_what_it_waits_for(run: ClusterRun) -> None:
-    """Two runs of five GPUs each, of eight."""
+def test_a_real_cluster_without_room_fails_after_the_start_timeout(run: ClusterRun) -> None:
+    """Two runs of five GPUs each, on eight GPUs."""
     first = ClusterRun(run.admin, run.steps, run.store, run.folder / "first")
     first.tensor_parallel_size = run.tensor_parallel_size = 4
     first.trainer_steps = 1000  # so that it holds its GPUs
@@ -125,7 +125,7 @@ def test_a_cluster_without_room_is_given_up_after_the_start_timeout_and_says_wha
     assert end.left == []
 
 
-def test_a_run_that_waits_for_kueue_says_so_and_ends_when_it_is_told_to(run: ClusterRun) -> None:
+def test_a_run_that_waits_for_kueue_can_be_stopped(run: ClusterRun) -> None:
     run.kubernetes = {"queue": "gpus"}
     run.provision()
     with run.followed() as watched:
@@ -137,7 +137,7 @@ def test_a_run_that_waits_for_kueue_says_so_and_ends_when_it_is_told_to(run: Clu
     assert run.left() == []
 
 
-def test_no_permission(run: ClusterRun, reaper: KubernetesCluster) -> None:
+def test_missing_permissions_are_refused(run: ClusterRun, reaper: KubernetesCluster) -> None:
     with pytest.raises(ClusterError, match=r"no permission in namespace .* to create.*rayjobs\.ray\.io"):
         check_access(run.config, reaper)
     with pytest.raises(ClusterError, match=r"no permission to get rayjobs\.ray\.io .*tidemill-reaper"):
@@ -145,5 +145,5 @@ def test_no_permission(run: ClusterRun, reaper: KubernetesCluster) -> None:
     assert not reaper.is_allowed("create", CONFIG_MAPS)
 
 
-def test_the_rights_of_a_step_are_enough(run: ClusterRun) -> None:
+def test_the_permissions_of_a_step_suffice(run: ClusterRun) -> None:
     check_access(run.config, run.steps)

@@ -1,4 +1,4 @@
-"""A run on a real cluster with the real operator, from its start to its end, and what may come between."""
+"""A run on a real cluster with the real operator, from its start to its end, and its faults."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ pytestmark = pytest.mark.cluster
 
 
 def steps_of(run: ClusterRun) -> list[int]:
-    """Steps in the log of the pipeline's step."""
+    """Training steps in the event log of the pipeline step."""
     return [event.step for event in read_events(run.config.folder / "events.jsonl") if event.kind == "step_finished"]
 
 
-def test_a_run_is_made_and_followed_and_its_cluster_goes_after_its_time_to_live(run: ClusterRun) -> None:
+def test_a_run_succeeds_and_its_cluster_is_deleted_after_its_time_to_live(run: ClusterRun) -> None:
     assert run.provision() == run.provision() == 1
     assert run.follow().steps == 3
     output = run.output.getvalue()
     assert "   3/3" in output
     (submitter,) = (pod for pod in run.pods() if NODE_TYPE not in labels_of(pod))
-    assert "   3/3" in run.admin.log(name_of(submitter))  # what `tidemill logs` shows
+    assert "   3/3" in run.admin.log(name_of(submitter))  # the output of `tidemill logs`
     assert "placed on" in output
     assert b"0.75" in run.store.get_bytes(Attempt(run.name, 1).evaluation)
     run.until(lambda: not any(NODE_TYPE in labels_of(pod) for pod in run.pods()))  # keep_s = 0
     assert run.admin.list(RAY_CLUSTERS, selector(run.name)) == []
-    assert run.follow().steps == 3  # a step that is tried again finds the result
+    assert run.follow().steps == 3  # a retried step finds the result
     assert release_run(run.steps, run.name, None, WallClock())
     assert run.left() == []
 
 
-def test_a_watcher_that_is_started_again_attaches_and_a_stop_ends_the_run_well(run: ClusterRun) -> None:
+def test_a_restarted_watcher_attaches_and_a_stop_ends_the_run(run: ClusterRun) -> None:
     run.trainer_steps = 500
     run.provision()
     with run.followed() as first:
@@ -70,10 +70,10 @@ def cluster_of(run: ClusterRun) -> str:
     [(PODS, head_of), (PODS, submitter_of), (RAY_CLUSTERS, cluster_of)],
     ids=["head", "submitter", "cluster"],
 )
-def test_what_is_lost_is_answered_with_an_attempt_that_goes_on(
+def test_a_lost_part_starts_an_attempt_that_continues(
     run: ClusterRun, kind: Kind, victim: Callable[[ClusterRun], str]
 ) -> None:
-    """The driver hears of it in time, and commits first."""
+    """The driver receives SIGTERM in time, and commits first."""
     run.kubernetes, run.trainer_steps = {"max_restarts": 1}, 12
     run.env |= {"STUB_HOLD": "6"}
     run.provision()
@@ -84,21 +84,21 @@ def test_what_is_lost_is_answered_with_an_attempt_that_goes_on(
     assert summary.steps == 12
     assert "attempt 1 failed, 1 more: the driver was told to end; s3://" in run.output.getvalue()
     steps = steps_of(run)
-    assert steps == sorted(set(steps))  # attempt 2 went on from the commit
+    assert steps == sorted(set(steps))  # attempt 2 continued from the commit
     assert steps[-1] == 12
     assert run.status(1) == {}
 
 
-def test_a_failed_driver_is_told_with_its_traceback_and_nothing_stays(run: ClusterRun) -> None:
+def test_a_failed_driver_ends_the_run_with_its_traceback(run: ClusterRun) -> None:
     run.env |= {"STUB_ERROR": "DataError", "STUB_ERROR_AT": "1"}
     run.provision()
-    with pytest.raises(TidemillError, match="the stand-in was told to fail") as caught:
+    with pytest.raises(TidemillError, match="the stub was told to fail") as caught:
         run.follow()
     assert "in train" in str(caught.value.__cause__)
     assert run.left() == []
 
 
-def test_teardown_ends_a_run_whatever_it_does(run: ClusterRun) -> None:
+def test_teardown_ends_a_running_run(run: ClusterRun) -> None:
     run.trainer_steps = 500
     run.provision()
     with run.followed() as watched:
@@ -110,7 +110,7 @@ def test_teardown_ends_a_run_whatever_it_does(run: ClusterRun) -> None:
             watched.result(480)
 
 
-def test_teardown_between_two_attempts_leaves_nothing_and_no_other_attempt_begins(run: ClusterRun) -> None:
+def test_teardown_between_two_attempts_starts_no_other_attempt(run: ClusterRun) -> None:
     run.kubernetes, run.trainer_steps = {"max_restarts": 1}, 500
     run.provision()
     with run.followed() as watched:
@@ -122,15 +122,15 @@ def test_teardown_between_two_attempts_leaves_nothing_and_no_other_attempt_begin
             watched.result(480)
     assert run.left() == []
     with pytest.raises(ClusterError):
-        run.follow()  # the step is tried again
+        run.follow()  # the step is retried
     assert run.left() == []
 
 
-def test_a_used_up_budget_ends_the_run_with_a_checkpoint(run: ClusterRun) -> None:
+def test_a_used_up_budget_ends_a_real_run(run: ClusterRun) -> None:
     run.trainer_steps = 500
     run.provision()
     run.until(lambda: run.status().get("jobStatus") == "RUNNING")
-    run.kubernetes = {"gpu_hours": 0.001}  # only who watches has to know
+    run.kubernetes = {"gpu_hours": 0.001}  # only the watcher reads it
     summary = run.follow()
     assert "the budget of 0.001 GPU hours is used up" in summary.missing["steps"]
     assert summary.steps < 500

@@ -1,4 +1,4 @@
-"""A server that answers over HTTP as it is told."""
+"""An HTTP server with given answers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """An API server that answers as it is told, in turn; the last answer stays."""
+    """An API server with given answers in turn; the last one repeats."""
 
     answers: list[tuple[int, object]]
     asked: list[tuple[str, str, Any]]
     authorizations: list[str | None]
     cut: bool = False
-    """Whether answers end before their time."""
+    """Whether answers break off before their end."""
 
     @property
     def url(self) -> str:

@@ -1,4 +1,4 @@
-"""What every `Cluster` must do: run against the stand-in, and in tests/real_cluster against a real API server."""
+"""The contract of `Cluster`: tested with the fake, and in tests/real_cluster with a real API server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_S = 120.0
 
 
 def suspended(name: str) -> dict[str, object]:
-    """A RayJob that makes no pods."""
+    """A RayJob without pods."""
     container = {"name": "ray", "image": "i:1"}
     head = {"rayStartParams": {}, "template": {"spec": {"containers": [container]}}}
     spec = {
@@ -34,7 +34,7 @@ def notes(name: str, **metadata: object) -> dict[str, object]:
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    """What is deleted in the foreground takes its time."""
+    """Wait: deletion in the foreground takes time."""
     deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline
@@ -42,7 +42,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 class ClusterContract:
-    """Subclasses have a fixture `cluster`."""
+    """Tests of a fixture `cluster`, which subclasses define."""
 
     def test_a_second_creation_attaches_to_the_first(self, cluster: Cluster) -> None:
         first = cluster.create(RAY_JOBS, suspended("twice"))
@@ -50,10 +50,10 @@ class ClusterContract:
         assert second["metadata"]["uid"] == first["metadata"]["uid"]
         assert second["spec"]["entrypoint"] == "true"
 
-    def test_what_is_not_there_is_none(self, cluster: Cluster) -> None:
+    def test_a_missing_object_is_none(self, cluster: Cluster) -> None:
         assert cluster.get(RAY_JOBS, "no-such-job") is None
 
-    def test_objects_are_chosen_by_label(self, cluster: Cluster) -> None:
+    def test_objects_are_selected_by_label(self, cluster: Cluster) -> None:
         for name in ("one", "two"):
             cluster.create(RAY_JOBS, suspended(name))
         assert [name_of(job) for job in cluster.list(RAY_JOBS, "run=two")] == ["two"]
@@ -66,12 +66,12 @@ class ClusterContract:
         assert found is not None
         assert found["data"] == {"a": "3", "c": "4"}
 
-    def test_a_patch_or_deletion_of_what_is_gone_does_nothing(self, cluster: Cluster) -> None:
+    def test_a_patch_or_deletion_of_a_missing_object_does_nothing(self, cluster: Cluster) -> None:
         cluster.patch(CONFIG_MAPS, "no-such-map", {"data": {}})
         cluster.delete(CONFIG_MAPS, "no-such-map")
         assert cluster.get(CONFIG_MAPS, "no-such-map") is None
 
-    def test_what_an_object_owns_goes_with_it(self, cluster: Cluster) -> None:
+    def test_owned_objects_are_deleted_with_their_owner(self, cluster: Cluster) -> None:
         owner = cluster.create(CONFIG_MAPS, notes("owner"))
         reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["metadata"]["uid"]}
         cluster.create(CONFIG_MAPS, notes("owned", ownerReferences=[reference]))
@@ -79,13 +79,13 @@ class ClusterContract:
         eventually(lambda: cluster.get(CONFIG_MAPS, "owned") is None and cluster.get(CONFIG_MAPS, "owner") is None)
 
     @pytest.mark.parametrize("kind", [WORKFLOWS, NOTHING])
-    def test_a_kind_that_is_not_there_is_named_with_who_brings_it(self, cluster: Cluster, kind: Kind) -> None:
+    def test_a_missing_kind_is_named_with_its_provider(self, cluster: Cluster, kind: Kind) -> None:
         for ask in (lambda: cluster.list(kind), lambda: cluster.get(kind, "x")):
             with pytest.raises(ClusterError, match=f"knows no {kind}: install {kind.provided_by}"):
                 ask()
 
-    def test_the_log_of_a_pod_that_is_not_there_is_empty(self, cluster: Cluster) -> None:
+    def test_the_log_of_a_missing_pod_is_empty(self, cluster: Cluster) -> None:
         assert cluster.log("no-such-pod") == ""
 
-    def test_permissions_are_told(self, cluster: Cluster) -> None:
+    def test_permissions_are_known(self, cluster: Cluster) -> None:
         assert cluster.is_allowed("list", PODS)

@@ -1,4 +1,4 @@
-"""A run on a real cluster, whose training is a stand-in; see image/run.py."""
+"""A run on a real cluster with a stub of the training, tests/real_cluster/image/run.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POLL_S = 0.5
 
 
 def with_token(admin: KubernetesCluster, account: str) -> KubernetesCluster:
-    """The cluster as a service account of the namespace sees it."""
+    """The cluster with the permissions of a service account of the namespace."""
     path = f"/api/v1/namespaces/{admin.namespace}/serviceaccounts/{account}/token"
     request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
     answer = json.loads(admin.send("POST", path, {}, request, TIMEOUT).data)
@@ -51,7 +51,7 @@ def with_token(admin: KubernetesCluster, account: str) -> KubernetesCluster:
 
 
 class ClusterRun:
-    """One run, from the outside: what a pipeline's step does with it, and what an administrator sees."""
+    """One run, as the steps of a pipeline and an administrator see it."""
 
     def __init__(self, admin: KubernetesCluster, steps: KubernetesCluster, store: ObjectStore, folder: Path) -> None:
         self.admin, self.steps, self.store, self.folder = admin, steps, store, folder
@@ -65,7 +65,7 @@ class ClusterRun:
 
     @property
     def config(self) -> RunConfig:
-        """Its settings: one trainer rank and one engine, with a pretended GPU each."""
+        """Settings: one trainer rank and one engine, with one pretended GPU each."""
         small = {
             "head": SMALL | {"memory_gib": 2},
             "trainer": SMALL | {"shared_memory_gib": 1},
@@ -91,7 +91,7 @@ class ClusterRun:
 
     @contextmanager
     def watcher(self) -> Iterator[Watcher]:
-        """A watcher that has just been started, with the rights of a step."""
+        """A new watcher with the permissions of a step."""
         config, progress = self.config, Progress(Console(file=self.output, width=200))
         with EventLog(config.folder / "events.jsonl") as log:
             attempts = Attempts(config, self.steps, self.store, self.owner, WallClock())
@@ -138,12 +138,12 @@ class ClusterRun:
         return self.admin.list(PODS, selector(self.name))
 
     def left(self) -> list[str]:
-        """Whatever the run has in the cluster."""
+        """All objects of the run in the cluster."""
         kinds = (RAY_JOBS, RAY_CLUSTERS, PODS)
         return [f"{kind}/{name_of(thing)}" for kind in kinds for thing in self.admin.list(kind, selector(self.name))]
 
     def clear(self) -> None:
-        """Delete what is left."""
+        """Delete all objects of the run."""
         for job in self.admin.list(RAY_JOBS, selector(self.name)):
             self.admin.delete(RAY_JOBS, name_of(job))
         self.until(lambda: not self.left())

@@ -1,4 +1,4 @@
-"""The manifests of k8s/ as tests see them: every document, where it stands, and what a kustomization refers to."""
+"""The manifests of k8s/: every document with its file, and rendered kustomizations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATCHES = set(K8S.rglob("patch.yaml"))
 
 @dataclass(frozen=True)
 class Manifest:
-    """A document and the file that it stands in."""
+    """A document and its file."""
 
     file: Path
     tree: Mapping[str, Any]
@@ -42,7 +42,7 @@ def kustomization(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def documents() -> tuple[Manifest, ...]:
-    """Everything that is an object of its own, in no order of importance."""
+    """All documents that are objects, without kustomizations and patches."""
     others = {*K8S.rglob("kustomization.yaml"), *PATCHES, K8S / "kind" / "cluster.yaml"}
     files = sorted(set(K8S.rglob("*.yaml")) - others)
     return tuple(
@@ -56,7 +56,7 @@ def of_kind(*kinds: str) -> list[Manifest]:
 
 
 def pod_template(tree: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The pod that an object makes, if it makes one."""
+    """The pod template of an object, None without one."""
     spec = tree.get("spec") or {}
     if tree["kind"] == "CronJob":
         spec = spec["jobTemplate"]["spec"]
@@ -71,7 +71,7 @@ def containers(template: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def pods() -> Iterator[tuple[Manifest, Mapping[str, Any]]]:
-    """Every document that makes pods, and the template of these."""
+    """Every document with a pod template, and the template."""
     for manifest in documents():
         template = pod_template(manifest.tree)
         if template is not None:
@@ -79,7 +79,7 @@ def pods() -> Iterator[tuple[Manifest, Mapping[str, Any]]]:
 
 
 def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector takes these labels."""
+    """Whether a label selector matches labels."""
     for expression in selector.get("matchExpressions", ()):
         present = labels.get(expression["key"])
         if expression["operator"] == "Exists" and present is None:
@@ -90,7 +90,7 @@ def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 
 def kubectl() -> str:
-    """A kubectl, which has kustomize in it; the test is skipped where there is none."""
+    """Path of kubectl, which contains kustomize; the test is skipped without one."""
     beside = Path("~/.cache/tidemill-cluster/bin/kubectl").expanduser()
     found = shutil.which("kubectl") or (str(beside) if os.access(beside, os.X_OK) else None)
     if found is None:
@@ -99,7 +99,7 @@ def kubectl() -> str:
 
 
 def composed(components: Sequence[str], namespace: str = "tidemill") -> list[Mapping[str, Any]]:
-    """What `kubectl apply -k` would send for an overlay of somebody's own: the base with components."""
+    """The objects of an overlay of the base with components."""
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder).resolve()
         tree = {
@@ -114,7 +114,7 @@ def composed(components: Sequence[str], namespace: str = "tidemill") -> list[Map
 
 @functools.cache
 def rendered(folder: Path) -> list[Mapping[str, Any]]:
-    """What `kubectl apply -k` would send."""
+    """The objects that `kubectl apply -k` sends."""
     done = subprocess.run(
         [kubectl(), "kustomize", str(folder)], check=False, capture_output=True, text=True, timeout=300
     )

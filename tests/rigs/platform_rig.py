@@ -47,8 +47,8 @@ class Platform:
         assert done.returncode == 0 or not check, f"{words}: {done.stderr}"
         return done
 
-    def may(self, account: str, verb: str, resource: str, namespace: str | None = None, name: str = "") -> bool:
-        """What `kubectl auth can-i` says of a service account; it knows kinds that the cluster has, this knows all.
+    def is_allowed(self, account: str, verb: str, resource: str, namespace: str | None = None, name: str = "") -> bool:
+        """Whether a service account has a permission, also for kinds that the cluster does not have.
 
         Args:
             account: of this namespace.
@@ -77,12 +77,12 @@ class Platform:
         return bool(answer["status"]["allowed"])
 
     def apply(self, overlay: str, *extra: str, components: Sequence[str] = ()) -> None:
-        """Apply an overlay with some components, all of it in this namespace."""
+        """Apply an overlay with components, in this namespace."""
         objects = [self.own(tree) for tree in render(overlay, self.namespace, components)]
         self.kubectl("apply", *extra, "-f", "-", stdin=yaml.safe_dump_all(objects))
 
     def own(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The object under a name of its own, if it has no namespace."""
+        """The object; with a unique name if its kind has no namespace."""
         if tree["kind"] in ("ClusterRole", "ClusterRoleBinding", "PriorityClass"):
             tree["metadata"]["name"] += self.suffix
         if tree["kind"] == "ClusterRoleBinding":
@@ -90,14 +90,14 @@ class Platform:
         return tree
 
     def wait(self, name: str, condition: str = "condition=available") -> None:
-        """Until an object is ready, with its pods' words if it is not in time."""
+        """Wait until an object is ready; the error has the logs of its pods."""
         done = self.kubectl("wait", f"--for={condition}", f"--timeout={READY_S}s", name, check=False)
         if done.returncode:
             pytest.fail(f"{done.stderr}\n{self.kubectl('describe', 'pods').stdout}")
 
     @contextlib.contextmanager
     def forwarded(self, service: str, port: int) -> Iterator[str]:
-        """HOST:PORT on this machine behind which a service answers."""
+        """HOST:PORT on this machine that is forwarded to a service."""
         command = ["kubectl", "-n", self.namespace, "port-forward", f"service/{service}", f":{port}"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -121,7 +121,7 @@ class Platform:
         return path
 
     def remove(self) -> None:
-        """Delete the namespace and what stands outside of it."""
+        """Delete the namespace and the objects without a namespace."""
         for name in ("minio", "mlflow"):
             self.kubectl("exec", f"deployment/{name}", "--", "sh", "-c", "rm -rf /data/* /data/.[!.]*", check=False)
         self.kubectl("delete", "namespace", self.namespace, check=False)
@@ -133,7 +133,7 @@ class Platform:
         self.free_volumes()
 
     def free_volumes(self) -> None:
-        """Give volumes that nobody provisions to the next who claims one; others have been deleted with their claim."""
+        """Release static volumes for the next claim; dynamic volumes are deleted with their claim."""
         for volume in json.loads(self.kubectl("get", "pv", "-o", "json").stdout)["items"]:
             claim = volume["spec"].get("claimRef") or {}
             if claim.get("namespace") == self.namespace:
@@ -141,7 +141,7 @@ class Platform:
 
 
 def render(overlay: str, namespace: str, components: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """An overlay as kustomize makes it, with some components and in another namespace."""
+    """The output of kustomize for an overlay with components in another namespace."""
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder).resolve()
         tree = {
@@ -168,7 +168,7 @@ def needed(overlay: str) -> set[str]:
 
 
 def new_platform() -> Platform:
-    """A namespace that nobody else has, with the secrets that the platform reads."""
+    """A new namespace with the secrets of the platform."""
     name = secrets.token_hex(3)
     platform = Platform(f"tidemill-platform-{name}", f"-{name}")
     platform.kubectl("create", "namespace", platform.namespace)
@@ -179,7 +179,7 @@ def new_platform() -> Platform:
 
 
 def pod(name: str, image: str, **changes: Mapping[str, Any] | list[Any] | str) -> str:
-    """A pod of the restricted profile that sleeps, with changes to its spec, as YAML."""
+    """YAML of a sleeping pod of the restricted standard, with changes to its spec."""
     context = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     container = {"name": "sleep", "image": image, "command": ["sleep", "3600"], "securityContext": context}
     spec = {
@@ -194,7 +194,7 @@ def pod(name: str, image: str, **changes: Mapping[str, Any] | list[Any] | str) -
 
 
 def eventually(what: str, probe: Any, seconds: float = 60) -> None:
-    """Until a probe is true."""
+    """Wait until a probe is true."""
     deadline = time.monotonic() + seconds
     while not probe():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"

@@ -1,1 +1,1 @@
-"""A run on Kubernetes: a RayJob of the KubeRay operator, made, watched and given back."""
+"""A run on Kubernetes: its RayJobs of the KubeRay operator, from creation to deletion."""

@@ -108,7 +108,7 @@ class KubernetesCluster:
         query = {"labelSelector": selector, "limit": str(PAGE)}
         while True:
             status, body = self.ask("GET", kind, query=query)
-            if status == 410 and "continue" in query:  # the list is too old to go on with
+            if status == 410 and "continue" in query:  # the continue token has expired
                 del found[:], query["continue"]
                 continue
             page = self.expect(status, body, f"list {kind}", kind)

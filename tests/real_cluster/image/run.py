@@ -1,6 +1,6 @@
-"""Stands in for the training in tests on a cluster: it takes its places, counts steps, and is resumed and stopped.
+"""A stub of the training for tests on a cluster: it places actors, counts steps, and can be resumed and stopped.
 
-`kubernetes.env` says how: STUB_STEP_S is the time of a step; after STUB_HOLD steps the first attempt waits for its end;
+`kubernetes.env` sets: STUB_STEP_S is the time of a step; after STUB_HOLD steps the first attempt waits for its end;
 STUB_ERROR, a class of tidemill.errors, ends attempt STUB_ERROR_AT with that error after the first step.
 """
 
@@ -26,7 +26,7 @@ from tidemill.train.stop import Stop
 
 
 def train(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
-    """Count to `trainer.steps`, on from where the last attempt was."""
+    """Count to `trainer.steps`, from where the last attempt ended."""
     with (
         open_store(config.store, config.output) as store,
         EventLog(config.folder / "events.jsonl") as log,
@@ -41,7 +41,7 @@ def train(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
                 continue
             step = count(step, fence, store, log, config)
             if os.environ.get("STUB_ERROR") and str(claim.attempt) == os.environ["STUB_ERROR_AT"]:
-                raise vars(errors)[os.environ["STUB_ERROR"]]("the stand-in was told to fail")
+                raise vars(errors)[os.environ["STUB_ERROR"]]("the stub was told to fail")
     missing = {} if stop.reason is None else {"steps": stop.reason}
     seconds = time.monotonic() - began
     uri = store.uri(key(config.name))
@@ -49,7 +49,7 @@ def train(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
 
 
 def places(config: RunConfig) -> list[str]:
-    """Names of the pods that trainer and engines got."""
+    """Names of the pods of trainer and engines."""
 
     @ray.remote(num_cpus=0)
     def where() -> str:
@@ -65,7 +65,7 @@ def places(config: RunConfig) -> list[str]:
 
 
 def held(claim: Claim, step: int) -> bool:
-    """Whether this attempt goes no further."""
+    """Whether this attempt waits after the step."""
     return claim.attempt == 1 and step == int(os.environ.get("STUB_HOLD", "-1"))
 
 

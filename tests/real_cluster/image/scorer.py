@@ -1,4 +1,4 @@
-"""Stands in for the score of a model in tests on a cluster."""
+"""A stub of the evaluation of a model for tests on a cluster."""
 
 from __future__ import annotations
 
