@@ -29,10 +29,9 @@ from tidemill.steps.steps import evaluate, excerpt, log_number, provision, regis
 from tidemill.steps.sweep import finish_variant, select_best
 from tidemill.store.seaweedfs import find_server
 from tidemill.store.server import open_store, store_folder
-from tidemill.tracking import mlflow_server
-from tidemill.tracking.mlflow_server import make_client, tracking_uri
-from tidemill.tracking.sweep_run import open_sweep
-from tidemill.tracking.tracker import Tracker, history
+from tidemill.tracking.mlflow_runs import metric_history, open_sweep
+from tidemill.tracking.mlflow_server import await_server, make_client, tracking_uri
+from tidemill.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
@@ -110,7 +109,7 @@ def test_page_draws_what_mlflow_has_of_the_run(trained: RunConfig, tmp_path: Pat
         tracker.log(step, {"reward/mean": reward})
         time.sleep(0.01)
     tracker.finish("FINISHED")
-    assert history(trained, str(before.mlflow_run_id), "reward/mean") == [(1, 0.1), (2, 0.5)]
+    assert metric_history(trained, str(before.mlflow_run_id), "reward/mean") == [(1, 0.1), (2, 0.5)]
     registered(trained, before, evaluation(0.75), tmp_path)
     [line] = re.findall(r'points="(.*?)"', (tmp_path / "report.html").read_text())
     assert len(line.split()) == 2
@@ -118,7 +117,7 @@ def test_page_draws_what_mlflow_has_of_the_run(trained: RunConfig, tmp_path: Pat
 
 def test_curve_of_a_server_that_is_away_is_empty(trained: RunConfig) -> None:
     away = trained.model_copy(update={"tracking": trained.tracking.model_copy(update={"uri": "http://127.0.0.1:1"})})
-    assert history(away, "run", "reward/mean") == []
+    assert metric_history(away, "run", "reward/mean") == []
 
 
 def test_what_steps_pass_on_is_one_argument_of_a_command(trained: RunConfig, tmp_path: Path) -> None:
@@ -197,8 +196,7 @@ def test_model_without_an_mlflow_run_is_not_registered_and_the_reason_stands_in_
 def away(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """The run with a server that nobody finds, which is waited for no longer than one look."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(mlflow_server, "POLL_S", 0.01)
-    monkeypatch.setattr(steps, "await_answer", partial(mlflow_server.await_answer, patience_s=0.0))
+    monkeypatch.setattr(steps, "await_server", partial(await_server, limit_s=0.0))
     return run.model_copy(update={"tracking": run.tracking.model_copy(update={"uri": "http://127.0.0.1:1"})})
 
 
@@ -206,7 +204,7 @@ def test_registration_waits_for_a_server_that_is_away(
     trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = summary(trained, 0.25)
-    with pytest.raises(StoreError, match="does not answer, for 0 s now"):
+    with pytest.raises(StoreError, match="does not answer within 0 s"):
         registered(away(trained, monkeypatch), before, evaluation(0.75), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What is done about an MLflow server that is away."""
+"""An MLflow server that does not answer, or refuses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import pytest
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, StoreError
 from tidemill.steps.preflight import check_tracking
-from tidemill.tracking import mlflow_server
-from tidemill.tracking.mlflow_server import await_answer
+from tidemill.tracking.mlflow_server import await_server
 
 
 @contextmanager
 def answering(statuses: list[int]) -> Iterator[str]:
-    """A server that answers with these, one after the other, and with the last one for ever."""
+    """A server that answers with these statuses in turn, and then with the last one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -31,7 +30,7 @@ def answering(statuses: list[int]) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, *arguments: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -44,18 +43,17 @@ def answering(statuses: list[int]) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(mlflow_server, "POLL_S", 0.01)
 
 
 def at(uri: str, config: RunConfig) -> RunConfig:
     return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
 
 
-def test_a_server_that_is_away_is_waited_for_and_that_is_said_once(addition: RunConfig) -> None:
+def test_an_outage_is_waited_for_and_reported_once(addition: RunConfig) -> None:
     told: list[str] = []
     statuses = [503, 502, 503, 200]
     with answering(statuses) as uri:
-        await_answer(at(uri, addition), told.append)
+        await_server(at(uri, addition), told.append, every_s=0.01)
     assert statuses == [200]
     assert len(told) == 1 and f"MLflow at {uri} does not answer" in told[0]
 
@@ -64,12 +62,12 @@ def test_a_server_that_is_away_is_waited_for_and_that_is_said_once(addition: Run
 def test_a_server_that_answers_or_refuses_is_not_waited_for(addition: RunConfig, status: int) -> None:
     told: list[str] = []
     with answering([status]) as uri:
-        await_answer(at(uri, addition), told.append)
+        await_server(at(uri, addition), told.append, every_s=0.01)
     assert told == []
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_server_that_does_not_let_us_in_is_refused_before_anything_is_paid_for(status: int) -> None:
+def test_a_server_that_does_not_know_the_account_is_refused_before_anything_starts(status: int) -> None:
     with answering([status]) as uri, pytest.raises(ConfigError, match=r"lets us in.*MLFLOW_TRACKING_PASSWORD; pods"):
         check_tracking(uri)
 
@@ -81,10 +79,10 @@ def test_a_server_that_is_busy_or_back_soon_is_not_refused(status: int) -> None:
 
 
 def test_the_wait_has_an_end(addition: RunConfig) -> None:
-    with pytest.raises(StoreError, match=r"MLflow at http://127\.0\.0\.1:1 does not answer, for 0 s now"):
-        await_answer(at("http://127.0.0.1:1", addition), [].append, patience_s=0.0)
+    with pytest.raises(StoreError, match=r"MLflow at http://127\.0\.0\.1:1 does not answer within 0 s"):
+        await_server(at("http://127.0.0.1:1", addition), [].append, limit_s=0.0)
 
 
-def test_a_file_is_always_there(addition: RunConfig) -> None:
-    await_answer(addition, [].append)
+def test_a_file_is_always_available(addition: RunConfig) -> None:
+    await_server(addition, [].append)
     assert not addition.output.exists()

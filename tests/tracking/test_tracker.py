@@ -16,12 +16,11 @@ from tidemill.driver.observer import RunObserver
 from tidemill.errors import ConfigError, RunError
 from tidemill.observe.events import EventLog, Notice, read_events
 from tidemill.protocols import Evaluation
-from tidemill.tracking import sweep_run
-from tidemill.tracking.dataset_inputs import digest_of
+from tidemill.tracking import mlflow_runs
 from tidemill.tracking.metric_writer import Unwritten
+from tidemill.tracking.mlflow_runs import close_sweep, digest_of, end_killed_run, flatten, open_sweep
 from tidemill.tracking.mlflow_server import make_client, tracking_uri
-from tidemill.tracking.sweep_run import close_sweep, open_sweep
-from tidemill.tracking.tracker import TrackedRun, Tracker, end_killed, flatten
+from tidemill.tracking.tracker import TrackedRun, Tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -59,7 +58,7 @@ def test_settings_metrics_and_artifacts_arrive(run_config: RunConfig, tmp_path: 
     assert (run_config.output / "mlartifacts").is_dir()
 
 
-def test_a_restart_goes_on_in_the_same_run(mlflow_config: RunConfig) -> None:
+def test_a_restart_continues_the_same_run(mlflow_config: RunConfig) -> None:
     first = Tracker.start(mlflow_config)
     first.log(1, {"loss": 1.0})
     first.finish("FAILED")
@@ -121,7 +120,7 @@ def test_a_batch_sent_twice_counts_once(mlflow_config: RunConfig) -> None:
     assert (history(tracker, "a"), history(tracker, "b")) == ([(1, 1.0)], [(1, 2.0)])
 
 
-def test_an_unreachable_server_is_a_setting_to_mend(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_a_setting_to_fix(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     tracking = mlflow_config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{free_port()}"})
     with pytest.raises(ConfigError, match=r"tracking\.uri = 'http"):
@@ -144,8 +143,8 @@ class Forgetful:
 @pytest.mark.parametrize("away_at", [1, 3, 4, 6])
 def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig, away_at: int) -> None:
     client = make_client(tracking_uri(mlflow_config))
-    tracker = Tracker(TrackedRun(Forgetful(client, away_at), mlflow_config, None), mlflow_config.folder)
-    tracker.writer.retry_s = 0.0
+    run = TrackedRun(Forgetful(client, away_at), mlflow_config, None)
+    tracker = Tracker(run, mlflow_config.folder, retry_s=0.0)
     for step in (1, 2):
         tracker.log(step, {"loss": 1.0 / step})
         deadline = time.monotonic() + 120
@@ -161,18 +160,18 @@ def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig,
 
 
 @pytest.mark.parametrize("error", [MlflowException("API request failed"), ConnectionError("503 of the artifacts")])
-def test_a_server_that_is_away_at_the_end_costs_the_page_of_a_sweep_and_not_the_sweep(
+def test_a_server_that_is_away_at_the_end_does_not_fail_a_sweep(
     mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise error
 
     client = make_client(tracking_uri(mlflow_config))
-    monkeypatch.setattr(sweep_run, "make_client", lambda uri: client)
+    monkeypatch.setattr(mlflow_runs, "make_client", lambda uri: client)
     open_sweep(mlflow_config, ["addition-v1"])
     monkeypatch.setattr(client, "log_text", refuse)
     close_sweep(mlflow_config, {"addition-v1": 0.5}, "addition-v1", "# Sweep")
-    assert f"the sweep addition is not told in MLflow at {tracking_uri(mlflow_config)}: {error}" in caplog.text
+    assert f"the sweep addition cannot be logged to MLflow at {tracking_uri(mlflow_config)}: {error}" in caplog.text
 
 
 def unreachable(config: RunConfig, **more: Any) -> RunConfig:
@@ -180,7 +179,7 @@ def unreachable(config: RunConfig, **more: Any) -> RunConfig:
     return config.model_copy(update={"tracking": tracking, **more})
 
 
-def test_a_run_that_goes_on_does_not_wait_for_the_server(
+def test_a_resumed_run_does_not_wait_for_the_server(
     mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -188,7 +187,7 @@ def test_a_run_that_goes_on_does_not_wait_for_the_server(
     assert tracker.run_id == "0" * 32
     tracker.log(1, {"loss": 1.0})
     assert tracker.finish("FINISHED").spooled == 1
-    assert "trying again while it goes on" in caplog.text
+    assert "trying again during the training" in caplog.text
 
 
 def test_a_run_that_has_its_pods_does_not_wait_for_the_server(
@@ -223,7 +222,7 @@ def status_of(tracker: Tracker) -> str:
     return str(tracker.client.get_run(tracker.run_id).info.status)
 
 
-def test_a_failed_run_says_why_until_it_goes_on(mlflow_config: RunConfig) -> None:
+def test_a_failed_run_has_the_reason_until_it_resumes(mlflow_config: RunConfig) -> None:
     first = Tracker.start(mlflow_config)
     first.fail(RunError("engine 0 died: \x1b[31m" + "x" * 10_000))
     why = tags_of(first)["tidemill.failure"]
@@ -234,30 +233,30 @@ def test_a_failed_run_says_why_until_it_goes_on(mlflow_config: RunConfig) -> Non
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError()])
-def test_a_run_that_somebody_ended_did_not_fail(mlflow_config: RunConfig, error: BaseException) -> None:
+def test_an_interrupted_run_did_not_fail(mlflow_config: RunConfig, error: BaseException) -> None:
     tracker = Tracker.start(mlflow_config)
     tracker.fail(error)
     assert (status_of(tracker), "tidemill.failure" in tags_of(tracker)) == ("KILLED", False)
 
 
 def test_a_run_whose_process_was_killed_is_ended_from_outside(mlflow_config: RunConfig) -> None:
-    end_killed(mlflow_config)  # of which MLflow never heard
+    end_killed_run(mlflow_config)  # before MLflow has a run
     tracker = Tracker.start(mlflow_config)
     assert status_of(tracker) == "RUNNING"
-    end_killed(mlflow_config)
+    end_killed_run(mlflow_config)
     assert status_of(tracker) == "KILLED"
     tracker.finish("FINISHED")
-    end_killed(mlflow_config)
+    end_killed_run(mlflow_config)
     assert status_of(tracker) == "FINISHED"
 
 
-def test_an_attempt_before_the_first_checkpoint_goes_on_in_the_same_run(mlflow_config: RunConfig) -> None:
+def test_an_attempt_before_the_first_checkpoint_continues_the_same_run(mlflow_config: RunConfig) -> None:
     first = Tracker.start(mlflow_config)
     first.fail(RunError("no room"))
     second = Tracker.start(mlflow_config)
     second.finish("FINISHED")
     assert second.run_id == first.run_id
-    other = Tracker.start(mlflow_config.model_copy(update={"seed": 7}))  # whose parameters would be untrue there
+    other = Tracker.start(mlflow_config.model_copy(update={"seed": 7}))  # its parameters differ
     other.finish("FINISHED")
     assert other.run_id != first.run_id and other.client.get_run(other.run_id).data.params["seed"] == "7"
 
@@ -293,7 +292,7 @@ def test_prompts_are_datasets_by_their_content(mlflow_config: RunConfig, tmp_pat
 
 
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])
-def test_an_address_that_is_none_is_refused(mlflow_config: RunConfig, uri: str) -> None:
+def test_an_invalid_address_is_refused(mlflow_config: RunConfig, uri: str) -> None:
     tracking = mlflow_config.tracking.model_copy(update={"uri": uri})
     with pytest.raises(ConfigError, match=r"tracking\.uri"):
         Tracker.start(mlflow_config.model_copy(update={"tracking": tracking}))

@@ -38,7 +38,7 @@ from tidemill.steps.steps import teardown
 from tidemill.store.inputs import upload_prompts
 from tidemill.store.seaweedfs import find_server
 from tidemill.store.server import store_folder
-from tidemill.tracking.tracker import end_killed
+from tidemill.tracking.mlflow_runs import end_killed_run
 
 RUNNER, PIPELINE = "tidemill_pipelines.local", "post_training"
 GRACE_S = 10.0
@@ -138,7 +138,7 @@ def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, conso
         with undisturbed():
             clean_up(config)
             if status in (None, INTERRUPTED):  # None where the screen was lost, and with it what else there was to say
-                end_killed(config)
+                end_killed_run(config)
     if status == INTERRUPTED:
         say_interrupted(resume, console)
         return INTERRUPTED

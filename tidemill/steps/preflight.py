@@ -39,7 +39,7 @@ from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.seaweedfs import find_binary
 from tidemill.store.server import store_folder
-from tidemill.tracking.mlflow_server import refusal
+from tidemill.tracking.mlflow_server import access_problem
 
 GIB = 2**30
 NEED_ANSWERS = ("exact_number", "math_verify")
@@ -279,7 +279,7 @@ def check_tracking(uri: str | None) -> None:
         except (OSError, ValueError) as error:
             fix = f"{error}. Start it, mend the address, or, for a run on this machine, leave the setting out."
             raise ConfigError("tracking.uri", uri, "an MLflow that answers", fix) from error
-    if (said := refusal(str(uri))) is not None:
+    if (said := access_problem(str(uri))) is not None:
         fix = (
             f"{said}. Mend the address, or set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; pods have them "
             "from the secret tidemill-mlflow-login."

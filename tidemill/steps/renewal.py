@@ -27,8 +27,8 @@ from tidemill.steps.request import Request
 from tidemill.steps.steps import step
 from tidemill.store.object_store import parse_uri
 from tidemill.store.server import open_store
-from tidemill.tracking.mlflow_server import await_answer
-from tidemill.tracking.registry import champion_version, last_prompts, note_prompts
+from tidemill.tracking.mlflow_server import await_server
+from tidemill.tracking.registry import champion_version, last_prompts, save_prompts
 
 MERGED = re.compile(r"/inputs/[0-9a-f]{64}/(?P<last>.+)$")
 """Where the new prompts of a run lie together; the name of the last file of them says how far they go."""
@@ -114,10 +114,10 @@ def record_progress(config: str, summary: str) -> None:
     del summary
     run = parse_config(config)
     with step("record_progress", run) as log:
-        await_answer(run, lambda text: log.write(Notice(text)))
+        await_server(run, lambda text: log.write(Notice(text)))
         name, last = name_of(run.data.train), last_prompts(run)
         if MERGED.search(run.data.train) is None or last is None or name > last:
-            note_prompts(run, name)
+            save_prompts(run, name)
 
 
 def name_of(source: str) -> str:

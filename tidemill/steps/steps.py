@@ -34,7 +34,7 @@ from tidemill.steps.preflight import (
 )
 from tidemill.steps.provider import provider_of
 from tidemill.steps.settings_file import accept
-from tidemill.tracking.mlflow_server import await_answer
+from tidemill.tracking.mlflow_server import await_server
 
 LONGEST_SETTINGS = 32 << 10
 """Bytes of the settings as YAML, which all steps are given."""
@@ -252,12 +252,12 @@ def point(model: Pointer, run: RunConfig, summary: Summary) -> None:
 
 def curves(run: RunConfig, summary: Summary) -> Curves:
     """Rewards and scores as MLflow has them, which every step can reach, wherever it runs."""
-    from tidemill.tracking.tracker import history
+    from tidemill.tracking.mlflow_runs import metric_history
 
     if summary.mlflow_run_id is None:
         return Curves()
     names = ("reward/mean", "evaluation/score")
-    return Curves(*(history(run, summary.mlflow_run_id, name) for name in names))
+    return Curves(*(metric_history(run, summary.mlflow_run_id, name) for name in names))
 
 
 def teardown(config: str) -> None:
@@ -282,7 +282,7 @@ def registered(run: RunConfig, summary: Summary, log: EventLog) -> Summary:
             passed, reason = False, summary.why(needed)
     if not passed:
         return replace(summary, missing={**summary.missing, "model_version": reason})
-    await_answer(run, lambda text: log.write(Notice(text)))
+    await_server(run, lambda text: log.write(Notice(text)))
     tags = {} if summary.checkpoint_uri is None else {"checkpoint_uri": summary.checkpoint_uri}
     version = make_version(run, str(summary.model_uri), str(summary.mlflow_run_id), summary.held_out_after, tags)
     return replace(summary, model_version=f"{run.registered_model}/{version}")

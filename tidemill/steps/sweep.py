@@ -1,6 +1,6 @@
 """A sweep: the same run with several sets of overrides, each a run of its own; the best one is registered.
 
-In MLflow the variants stand below one run of the sweep; see `sweep_run.VARIANT` for how they find it.
+In MLflow the variants stand below one run of the sweep; see `tracking.mlflow_runs.VARIANT` for how they find it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def validate_sweep(request: Request, text: str, page: str) -> list[str]:
     Raises:
         TidemillError: naming what is wrong and what to do.
     """
-    from tidemill.tracking.sweep_run import open_sweep
+    from tidemill.tracking.mlflow_runs import open_sweep
 
     base, configs = request.settings(), list(variants(request, text))
     if base.data.held_out is None:
@@ -166,7 +166,7 @@ def select_best(sweep: Request, results: Sequence[str], report_path: str, page_p
     Returns:
         JSON of the best one's summary, with the model version, null if the gate refused it.
     """
-    from tidemill.tracking.sweep_run import close_sweep
+    from tidemill.tracking.mlflow_runs import close_sweep
 
     base, outcomes = sweep.settings(), [Outcome(**json.loads(text)) for text in results]
     best = max(outcomes, key=lambda outcome: outcome.score)

@@ -1,9 +1,9 @@
-"""Writes metrics and artifacts from a thread of its own, so that a slow or dead MLflow never holds up training.
+"""Writes metrics and artifacts from its own thread, so that a slow or dead MLflow never delays the training.
 
     log ─► memory ─► one batch a second, or per 500 points ─► MLflow
-                          └─ it does not answer ─► spool file ─► replayed when it is back, at the end, or by a resume
+                          └─ no answer ─► spool file ─► replayed after the outage, at the end, or by a resume
 
-A batch whose fate is unknown is sent again as it was; MLflow drops exact duplicates (key, step, time, value).
+A batch without an answer is sent again unchanged; MLflow drops exact duplicates (key, step, time, value).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """What MLflow does not have: points kept in the spool file, points lost, artifacts lost."""
+    """Points in the spool file, lost points, and lost artifacts."""
 
     spooled: int = 0
     dropped: int = 0
@@ -51,14 +51,14 @@ class Unwritten:
 
 
 class Spool:
-    """Points in a JSON-lines file, waiting for MLflow. Not thread-safe."""
+    """A JSON-lines file of points that wait for MLflow. Not thread-safe."""
 
     def __init__(self, path: Path, limit: int = SPOOL_BYTES) -> None:
         self.path, self.limit = path, limit
         self.waiting = sum(1 for _ in self.read()) if path.exists() else 0
 
     def add(self, points: Sequence[Point]) -> bool:
-        """Append; False when there is no room."""
+        """Append points; returns False if the file is full."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size >= self.limit:
             return False
@@ -69,13 +69,13 @@ class Spool:
         return True
 
     def read(self) -> Iterator[Point]:
-        """All points; a line that a crash cut off is left out."""
+        """All points, without a line that a crash cut off."""
         with self.path.open(encoding="utf-8") as file:
             for line in file:
                 try:
                     yield Point(*json.loads(line))
                 except (ValueError, TypeError):
-                    log.warning("%s: a torn line was left out", self.path)
+                    log.warning("%s: skipped an incomplete line", self.path)
 
     def replay(self, send: Callable[[Sequence[Point]], None]) -> None:
         """Send everything, in order, and remove the file."""
@@ -83,13 +83,13 @@ class Spool:
         while batch := list(islice(points, BATCH)):
             send(batch)
             sent += len(batch)
-        if sent == self.waiting:  # else a `close` that ran out of time has added to the file meanwhile
+        if sent == self.waiting:  # otherwise a `close` that timed out has added points
             self.path.unlink()
             self.waiting = 0
 
 
 class MetricWriter:
-    """The thread. `add` and `submit` never wait for MLflow, and may be called from any thread."""
+    """Sends from a thread. `add` and `submit` never wait for MLflow, and any thread may call them."""
 
     def __init__(self, send: Callable[[Sequence[Point]], None], spool: Spool, retry_s: float = RETRY_S) -> None:
         self.send, self.spool, self.retry_s = send, spool, retry_s
@@ -107,14 +107,14 @@ class MetricWriter:
         self.thread.start()
 
     def add(self, points: Sequence[Point]) -> None:
-        """Hand over points."""
+        """Queue points."""
         with self.changed:
             self.points.extend(points)
             if len(self.points) >= BATCH:
                 self.changed.notify()
 
     def submit(self, name: str, job: Callable[[], None]) -> None:
-        """Hand over an artifact: `job` uploads it, and is tried again until it succeeds."""
+        """Queue an artifact: `job` uploads it and is repeated until it succeeds."""
         with self.changed:
             self.jobs.append((name, job))
             if len(self.jobs) > PENDING_JOBS:
@@ -122,7 +122,7 @@ class MetricWriter:
                 self.lost_jobs += 1
 
     def close(self, timeout_s: float) -> Unwritten:
-        """Write what is left, at most `timeout_s`; what did not make it is in the spool file, or counted."""
+        """Write the rest within `timeout_s`; returns what is left in the spool file or lost."""
         with self.changed:
             self.closing = True
             self.changed.notify()
@@ -133,14 +133,14 @@ class MetricWriter:
             return Unwritten(self.spool.waiting, self.dropped, self.lost_jobs + len(self.jobs) + self.job_running)
 
     def run(self) -> None:
-        """Until closed: gather, write."""
+        """The thread: gather and write until closed."""
         closing = False
         while not closing:
             closing = self.gather()
             if self.down_until is not None and time.monotonic() < self.down_until and not closing:
                 self.keep(self.in_flight)
                 continue
-            # Whatever MLflow, its database or its HTTP client raise: it is reported, and the points are kept.
+            # Any error of MLflow, its database or its HTTP client is logged, and the points are kept.
             try:
                 self.write()
                 self.run_jobs(closing)
@@ -148,7 +148,7 @@ class MetricWriter:
                 self.fail(error)
 
     def gather(self) -> bool:
-        """Wait for a full batch or the end of the interval, and move the points to `in_flight`."""
+        """Wait for a full batch or the end of the interval; move the points to `in_flight`."""
         with self.changed:
             self.changed.wait_for(lambda: self.closing or len(self.points) >= BATCH, INTERVAL_S)
             self.in_flight = list(self.points)
@@ -156,7 +156,7 @@ class MetricWriter:
             return self.closing
 
     def write(self) -> None:
-        """Everything that waits, oldest first."""
+        """Send all waiting points, oldest first."""
         if self.spool.waiting:
             self.spool.replay(self.send)
         for start in range(0, len(self.in_flight), BATCH):
@@ -165,10 +165,10 @@ class MetricWriter:
             self.in_flight = []
         if self.down_until is not None:
             self.down_until = None
-            log.warning("MLflow is back; no metrics wait any more")
+            log.warning("MLflow answers again; all metrics are sent")
 
     def run_jobs(self, closing: bool) -> None:
-        """Upload artifacts. One that fails goes behind the others, and holds up neither them nor the metrics."""
+        """Upload artifacts. A failing one goes to the end of the queue, and delays neither the others nor metrics."""
         if time.monotonic() < self.jobs_after and not closing:
             return
         for _ in range(len(self.jobs)):
@@ -177,7 +177,7 @@ class MetricWriter:
                 self.job_running = True
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - reported, and counted if it never succeeds
+            except Exception as error:  # noqa: BLE001 - logged, and counted if it never succeeds
                 self.put_back(name, job, error)
                 if not closing:
                     return
@@ -185,22 +185,22 @@ class MetricWriter:
                 self.job_running = False
 
     def put_back(self, name: str, job: Callable[[], None], error: Exception) -> None:
-        """Try an artifact again later; say so once."""
+        """Queue an artifact again; log its first failure."""
         if name not in self.failed_jobs:
             self.failed_jobs.add(name)
-            log.warning("MLflow does not take the artifact %s; trying again later: %s", name, error)
+            log.warning("the artifact %s cannot be uploaded to MLflow; trying again later: %s", name, error)
         self.submit(name, job)
         self.jobs_after = time.monotonic() + self.retry_s
 
     def fail(self, error: Exception) -> None:
-        """Keep what could not be sent, and leave MLflow alone for a while."""
+        """Keep the unsent points, and pause requests to MLflow."""
         if self.down_until is None:
-            log.warning("MLflow does not take metrics; they are kept in %s: %s", self.spool.path, error)
+            log.warning("metrics cannot be sent to MLflow; they are kept in %s: %s", self.spool.path, error)
         self.down_until = time.monotonic() + self.retry_s
         self.keep(self.in_flight)
 
     def keep(self, points: Sequence[Point]) -> None:
-        """Put points in the spool file, or count them as dropped."""
+        """Add points to the spool file, or count them as dropped."""
         try:
             stored = not points or self.spool.add(points)
         except OSError as error:

@@ -1,16 +1,15 @@
-"""The MLflow server of a run, or the SQLite file in its place: where it is, a client of it, and an experiment on it."""
+"""The MLflow server of a run, or the SQLite file in its place: address, client, experiment."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, StoreError
-from tidemill.retry import OUTAGE_S
+from tidemill.retry import OUTAGE_S, wait_for
 
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -18,13 +17,12 @@ ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""MLflow's own settings, where the user has not chosen: by default a dead server blocks a call for minutes."""
-
+"""Defaults of MLflow's own settings. Without them a dead server blocks a call for minutes."""
 SERVERS = ("http://", "https://", "databricks")
-"""How the address of a server begins; anything else is a file."""
+"""Beginnings of the address of a server; any other address is a file."""
 POLL_S = 5.0
 REFUSALS = frozenset({401, 403, 404})
-"""Answers of a server that knows us not, or is none of MLflow."""
+"""Answers of a server that does not know the account, or of a server other than MLflow."""
 
 
 def tracking_uri(config: RunConfig) -> str:
@@ -33,10 +31,10 @@ def tracking_uri(config: RunConfig) -> str:
 
 
 def make_client(uri: str) -> Any:
-    """An MLflow client that gives up soon.
+    """An MLflow client that gives up after seconds.
 
     Raises:
-        ConfigError: `uri` is not one, or its database cannot be opened.
+        ConfigError: `uri` is no tracking URI, or its database cannot be opened.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -52,65 +50,66 @@ def make_client(uri: str) -> Any:
         raise ConfigError("tracking.uri", uri, "an MLflow tracking URI that works from here", f"{error}") from error
 
 
-def await_answer(config: RunConfig, tell: Callable[[str], None], patience_s: float = OUTAGE_S) -> None:
-    """Wait while the server is away, for what a step cannot do without it.
+def await_server(
+    config: RunConfig, report: Callable[[str], None], limit_s: float = OUTAGE_S, every_s: float = POLL_S
+) -> None:
+    """Wait until the server answers, for a step that needs it.
 
     Args:
-        config: names the server; a file is always there.
-        tell: is told, once, that there is something to wait for.
-        patience_s: how long it may be away, in seconds.
+        config: names the server; a file is always available.
+        report: receives one message if the server does not answer at once.
+        limit_s: the longest wait, in seconds.
+        every_s: between two requests, in seconds.
 
     Raises:
-        StoreError: it is away for longer.
+        StoreError: the server does not answer in time.
         ConfigError: `tracking.uri` does not work.
     """
     uri = tracking_uri(config)
     if not uri.startswith(SERVERS):
         return
-    client, deadline, told = make_client(uri), time.monotonic() + patience_s, False
-    while (problem := silence(client)) is not None:
-        if time.monotonic() > deadline:
-            raise StoreError(f"MLflow at {uri} does not answer, for {patience_s:.0f} s now: {problem}")
-        if not told:
-            tell(f"MLflow at {uri} does not answer; this waits for it, for {patience_s:.0f} s at most: {problem}")
-            told = True
-        time.sleep(POLL_S)
-
-
-def refusal(uri: str) -> str | None:
-    """What a server says to an account that it does not know, or one that is none of MLflow; None if it lets us ask.
-
-    One that is away is none that refuses: see `silence`.
-    """
     client = make_client(uri)
+    if (problem := outage(client)) is None:
+        return
+    report(f"MLflow at {uri} does not answer; waiting for at most {limit_s:.0f} s: {problem}")
+    if not wait_for(lambda: outage(client) is None, limit_s, every_s):
+        raise StoreError(f"MLflow at {uri} does not answer within {limit_s:.0f} s: {problem}")
+
+
+def access_problem(uri: str) -> str | None:
+    """The answer of a server that does not know the account, or of a server other than MLflow; else None.
+
+    A server that does not answer is no problem of access; see `await_server`.
+    """
+    error = server_error(make_client(uri))
+    return str(error) if error is not None and error.get_http_status_code() in REFUSALS else None
+
+
+def outage(client: Any) -> str | None:
+    """The error of a server that cannot answer requests; None if it answers, even if it refuses them."""
+    error = server_error(client)
+    return str(error) if error is not None and error.get_http_status_code() >= 500 else None
+
+
+def server_error(client: Any) -> Any:
+    """The `MlflowException` of a small request; None if the server answers it."""
     from mlflow.exceptions import MlflowException
 
     try:
         client.search_experiments(max_results=1)
     except MlflowException as error:
-        return str(error) if error.get_http_status_code() in REFUSALS else None
-    return None
-
-
-def silence(client: Any) -> str | None:
-    """Why a server cannot be asked for anything now; None if it answers, and be it that it refuses us."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.search_experiments(max_results=1)
-    except MlflowException as error:
-        return str(error) if error.get_http_status_code() >= 500 else None
+        return error
     return None
 
 
 def open_experiment(client: Any, config: RunConfig) -> str:
-    """Id of the experiment, which is made if it does not exist."""
+    """Id of the experiment, which is created if it does not exist."""
     from mlflow.exceptions import MlflowException
 
     name = config.tracking.experiment
     found = client.get_experiment_by_name(name)
     if found is None:
-        # A server chooses its own place; without one MLflow would take a folder of the working directory.
+        # A server chooses the location. Without a server the default is a folder of the working directory.
         server = tracking_uri(config).startswith(SERVERS)
         location = None if server else (config.output.resolve() / "mlartifacts").as_uri()
         try:
@@ -118,7 +117,7 @@ def open_experiment(client: Any, config: RunConfig) -> str:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-            found = client.get_experiment_by_name(name)  # another run was faster
+            found = client.get_experiment_by_name(name)  # another run created it
     if found.lifecycle_stage != "active":
         fix = "Restore it with `mlflow experiments restore`, or name another."
         raise ConfigError("tracking.experiment", name, "an experiment that is not deleted", fix)

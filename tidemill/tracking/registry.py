@@ -1,7 +1,7 @@
-"""The model registry of MLflow: the gate before it, and the versions in it. Weights stay in the object store.
+"""The model registry of MLflow: its gate and its versions. Weights remain in the object store.
 
-A version that passes the gate gets the alias `registry.alias`; it becomes the `champion` if it also scores no less than
-the present one.
+A version that passes the gate gets the alias `registry.alias`; it becomes the `champion` if it scores no less than the
+current champion.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import ModelError, StoreError
+from tidemill.tracking.mlflow_runs import git_revision
 from tidemill.tracking.mlflow_server import make_client, tracking_uri
-from tidemill.tracking.tracker import git_revision
 
 MODEL_URI = re.compile(r"^models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[A-Za-z][A-Za-z0-9_-]*))$")
 CHAMPION = "champion"
 PROMPTS = "tidemill.prompts"
-"""Tag of a registered model: the last prompts that continual training used for it."""
+"""Tag of a registered model: the last prompts of its continual training."""
 MISSING = frozenset({"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"})
 
 
 def gate(score_before: float | None, score_after: float | None, min_score: float | None) -> tuple[bool, str]:
-    """Whether a trained policy may be registered, and why: (passed, reason).
+    """Decide whether a trained policy may be registered: (passed, reason).
 
     Args:
-        score_before: held-out score of the policy that training started from; None if it was not scored.
-        score_after: of the trained policy.
-        min_score: score to reach in any case; None asks only that it did not get worse.
+        score_before: held-out score of the initial policy; None without a score.
+        score_after: that of the trained policy.
+        min_score: required score; None requires only that the score did not fall.
     """
     if score_after is None:
         return min_score is None, "there is no held-out score" + ("" if min_score is None else f" to reach {min_score}")
@@ -42,21 +42,21 @@ def gate(score_before: float | None, score_after: float | None, min_score: float
         return False, f"the held-out score {score_after:.4g} is below registry.min_score = {min_score:.4g}"
     if score_before is not None and score_after < score_before:
         return False, f"the held-out score fell from {score_before:.4g} to {score_after:.4g}"
-    came = "" if score_before is None else f", before training {score_before:.4g}"
-    return True, f"the held-out score is {score_after:.4g}{came}"
+    before = "" if score_before is None else f", before training {score_before:.4g}"
+    return True, f"the held-out score is {score_after:.4g}{before}"
 
 
 def register(config: RunConfig, source_uri: str, run_id: str, score: float | None, tags: Mapping[str, str]) -> str:
-    """Make the model at `source_uri` the newest version and give it the alias; returns the version.
+    """Register the model at `source_uri` as the newest version with the alias; returns the version.
 
-    Registering the same source of the same run again, as a retried step does, returns the version that exists.
+    A repeated registration of the same source and run, as by a retried step, returns the existing version.
 
     Args:
         config: names the registry, the model and the alias.
         source_uri: `s3://...` of a Hugging Face folder.
-        run_id: MLflow run that trained it.
+        run_id: MLflow run of its training.
         score: held-out score.
-        tags: more tags, such as `checkpoint_uri`.
+        tags: further tags, such as `checkpoint_uri`.
 
     Raises:
         StoreError: MLflow cannot be reached or refuses.
@@ -80,16 +80,16 @@ def register(config: RunConfig, source_uri: str, run_id: str, score: float | Non
 
 
 def promote(config: RunConfig, version: str, before: float | None, score: float | None) -> tuple[bool, str]:
-    """Make a version the champion if it passes the gate against the present one; (whether it is, why).
+    """Make a version the champion if it scores no less than the current one: (promoted, reason).
 
-    The champion's score is the one that its version was registered with, where both were scored in the same way, or
-    `before`, where the run began with the champion.
+    The champion's score is `before` if the run began with the champion. Otherwise it is the score of its registration,
+    if both were scored on the same prompts and rewards.
 
     Args:
-        config: of the run that made the version.
+        config: settings of the run that trained the version.
         version: of `config.registered_model`.
-        before: held-out score of the model that the run began with.
-        score: of the version.
+        before: held-out score of the initial model of the run.
+        score: that of the version.
 
     Raises:
         StoreError: MLflow cannot be reached or refuses.
@@ -98,7 +98,7 @@ def promote(config: RunConfig, version: str, before: float | None, score: float 
     from mlflow.exceptions import MlflowException
 
     try:
-        champion = present_champion(client, name)
+        champion = current_champion(client, name)
         passed, reason = passes(config, champion, version, before, score)
         if passed:
             client.set_registered_model_alias(name, CHAMPION, version)
@@ -107,8 +107,8 @@ def promote(config: RunConfig, version: str, before: float | None, score: float 
     return passed, reason
 
 
-def present_champion(client: Any, name: str) -> Any | None:
-    """The version that has the alias; None where no version has."""
+def current_champion(client: Any, name: str) -> Any | None:
+    """The version with the alias, or None."""
     aliases = client.get_registered_model(name).aliases
     return client.get_model_version(name, aliases[CHAMPION]) if CHAMPION in aliases else None
 
@@ -116,22 +116,22 @@ def present_champion(client: Any, name: str) -> Any | None:
 def passes(
     config: RunConfig, champion: Any | None, version: str, before: float | None, score: float | None
 ) -> tuple[bool, str]:
-    """Whether a version may take the champion's place, and why."""
+    """Decide whether a version may become the champion: (passed, reason)."""
     if champion is None or str(champion.version) == version:
         return True, "there is no other champion"
     if config.model == f"models:/{champion.name}/{champion.version}":
-        there = before
+        current = before
     else:
         alike = champion.tags.get("scored_on") == scored_on(config)
-        there = float(champion.tags["score"]) if alike and "score" in champion.tags else None
-    whose = f"the champion, version {champion.version},"
-    if there is None or score is None:
-        return False, f"it cannot be compared with {whose} which was scored in another way"
-    return score >= there, f"it scores {score:.4g}, and {whose} {there:.4g}"
+        current = float(champion.tags["score"]) if alike and "score" in champion.tags else None
+    name = f"the champion, version {champion.version},"
+    if current is None or score is None:
+        return False, f"it cannot be compared with {name} which was scored in another way"
+    return score >= current, f"it scores {score:.4g}, and {name} {current:.4g}"
 
 
 def scored_on(config: RunConfig) -> str:
-    """What makes the held-out scores of two runs comparable, as a digest: prompts by their name, and rewards."""
+    """Digest of the prompts' names and the rewards, which is equal for runs with comparable held-out scores."""
     tree = config.model_dump(mode="json", include={"data", "rewards", "evaluation"})
     tree["data"] = {key: value for key, value in tree["data"].items() if key not in ("train", "shuffle", "epochs")}
     tree["evaluation"] = tree["evaluation"]["max_prompts"]
@@ -152,7 +152,7 @@ def description(config: RunConfig, score: float | None) -> dict[str, str]:
 
 
 def ensure_model(client: Any, name: str) -> None:
-    """Make the registered model if it does not exist."""
+    """Create the registered model if it does not exist."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -163,13 +163,13 @@ def ensure_model(client: Any, name: str) -> None:
 
 
 def existing_version(client: Any, name: str, source_uri: str, run_id: str) -> str | None:
-    """The version that this source and run already have."""
+    """The version of this source and run, or None."""
     same = [v for v in client.search_model_versions(f"name='{name}'") if (v.source, v.run_id) == (source_uri, run_id)]
     return str(same[0].version) if same else None
 
 
 def champion_version(config: RunConfig) -> str | None:
-    """The champion among the versions of the run's registered model, or None.
+    """The champion of the run's registered model, or None.
 
     Raises:
         StoreError: MLflow does not answer.
@@ -181,13 +181,13 @@ def champion_version(config: RunConfig) -> str | None:
 
 
 def last_prompts(config: RunConfig) -> str | None:
-    """The name of the last prompts that `note_prompts` remembered, or None."""
+    """The name that `save_prompts` stored, or None."""
     with answered(config) as client:
         return None if (model := find_model(client, config)) is None else model.tags.get(PROMPTS)
 
 
-def note_prompts(config: RunConfig, name: str) -> None:
-    """Remember how far the prompts were used for the run's registered model."""
+def save_prompts(config: RunConfig, name: str) -> None:
+    """Store the name of the last prompts at the run's registered model."""
     with answered(config) as client:
         ensure_model(client, config.registered_model)
         client.set_registered_model_tag(config.registered_model, PROMPTS, name)
@@ -207,7 +207,7 @@ def find_model(client: Any, config: RunConfig) -> Any:
 
 @contextmanager
 def answered(config: RunConfig) -> Iterator[Any]:
-    """A client of the registry; what it raises becomes one message."""
+    """A client of the registry whose errors become a StoreError."""
     client = make_client(tracking_uri(config))
     from mlflow.exceptions import MlflowException
 
@@ -218,12 +218,12 @@ def answered(config: RunConfig) -> Iterator[Any]:
 
 
 def model_source(uri: str, tracking: str) -> str:
-    """Where a registered model lies: the `s3://` source of `models:/NAME/VERSION` or `models:/NAME@alias`."""
+    """The `s3://` address of `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
     return str(model_version(uri, tracking).source)
 
 
 def pinned_uri(uri: str, tracking: str) -> str:
-    """`models:/NAME/VERSION` of the version that a URI names now."""
+    """`models:/NAME/VERSION` of the version that a URI names at this moment."""
     version = model_version(uri, tracking)
     return f"models:/{version.name}/{version.version}"
 
@@ -232,11 +232,11 @@ def model_version(uri: str, tracking: str) -> Any:
     """The version of MLflow's registry that a URI names.
 
     Args:
-        uri: the model.
-        tracking: MLflow tracking URI; see `tracking.tracking_uri`.
+        uri: `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
+        tracking: MLflow tracking URI.
 
     Raises:
-        ModelError: there is no such version; lists those that exist.
+        ModelError: there is no such version; lists the existing ones.
         ConfigError: `tracking` does not work.
     """
     match = MODEL_URI.match(uri)
@@ -256,7 +256,7 @@ def model_version(uri: str, tracking: str) -> Any:
 
 
 def inventory(client: Any, name: str) -> str:
-    """The versions of a model, or the models there are, in words."""
+    """The versions of a model, or else all models, in words."""
     versions = sorted(int(version.version) for version in client.search_model_versions(f"name='{name}'"))
     if versions:
         return f"versions of {name} are {', '.join(map(str, versions))}"
