@@ -34,7 +34,7 @@ async def failing(error: Exception) -> Any:
 
 
 async def test_error_of_the_actor_is_raised_as_it_is_and_keeps_the_remote_traceback() -> None:
-    remote = RayTaskError("update", "remote line 7", ConfigError("key", 1, "2", "Mend it."))
+    remote = RayTaskError("update", "remote line 7", ConfigError("key", 1, "2", "Correct it."))
     with pytest.raises(ConfigError) as caught:
         await call("trainer rank 0", failing(remote))
     assert type(caught.value) is ConfigError

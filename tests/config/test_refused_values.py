@@ -28,7 +28,7 @@ from tidemill.errors import ConfigError
     ],
 )
 def test_a_refused_value_reads_as_it_would_stand_in_the_file(value: object, shown: str) -> None:
-    assert str(ConfigError("k", value, "another", "Mend it.")) == f"k = {shown}: allowed is another. Mend it."
+    assert str(ConfigError("k", value, "another", "Correct it.")) == f"k = {shown}: allowed is another. Correct it."
     assert yaml.safe_load(shown) == (str(value) if isinstance(value, Path) else json.loads(json.dumps(value)))
 
 
@@ -37,14 +37,14 @@ def test_a_refused_value_reads_as_it_would_stand_in_the_file(value: object, show
     [
         ("data.shuffle=null", "data.shuffle = null: allowed is true or false."),
         ("asynchrony.partial_rollout=maybe", "asynchrony.partial_rollout = 'maybe': allowed is true or false."),
-        ("rollout.stop=[true]", "rollout.stop.0 = true: allowed is text, between quotes where YAML"),
+        ("rollout.stop=[true]", "rollout.stop.0 = true: allowed is text, in quotes where YAML"),
         ("rollout.group_timeout_s=10m", "rollout.group_timeout_s = '10m': allowed is a number, in seconds."),
         ("trainer.steps=1.5", "trainer.steps = 1.5: allowed is an integer."),
         ("output=[a]", "output = ['a']: allowed is a path."),
-        ("rewards.0.options={1: 2}", "rewards.0.options.1 = 1: allowed is text, between quotes where YAML"),
+        ("rewards.0.options={1: 2}", "rewards.0.options.1 = 1: allowed is text, in quotes where YAML"),
         (
             "kubernetes.tolerations=[{key: null}]",
-            "kubernetes.tolerations.0.key = null: allowed is text, between quotes where YAML",
+            "kubernetes.tolerations.0.key = null: allowed is text, in quotes where YAML",
         ),
     ],
 )

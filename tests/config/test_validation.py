@@ -5,17 +5,11 @@ import math
 import pytest
 from config_rig import ON_KUBERNETES, parse, refusal
 
-from tidemill.config.validation import (
-    BOUNDS,
-    RUNTIME_ENVIRONMENT,
-    long_warmup,
-    other_processor,
-    rare_checkpoints,
-    rare_scores,
-    trained_held_out,
-)
+from tidemill.config.kubernetes_validation import RUNTIME_ENVIRONMENT
+from tidemill.config.validation import BOUNDS, notices, other_processor
 from tidemill.rollout.rewards import BUILT_IN
 
+NEVER = "checkpoint.every=0"  # no notice of checkpoints
 
 @pytest.mark.parametrize(
     ("key", "overrides"),
@@ -92,48 +86,41 @@ def test_a_secret_in_the_settings_is_refused_without_being_shown(key: str) -> No
 def test_one_file_may_serve_machines_with_gpus_and_without_and_is_told_what_each_leaves_out() -> None:
     rollout = parse("rollout.cpu_kv_cache_gib=4", "rollout.gpu_memory_utilization=0.5").rollout
     [on_gpus], [without] = other_processor(rollout, gpus=True), other_processor(rollout, gpus=False)
-    assert on_gpus.startswith("rollout.cpu_kv_cache_gib = 4 changes nothing")
-    assert without.startswith("rollout.gpu_memory_utilization = 0.5 changes nothing")
+    assert on_gpus.startswith("rollout.cpu_kv_cache_gib = 4 has no effect")
+    assert without.startswith("rollout.gpu_memory_utilization = 0.5 has no effect")
     plain = parse().rollout
     assert [*other_processor(plain, gpus=True), *other_processor(plain, gpus=False)] == []
 
 
 def test_a_warm_up_that_does_not_end_in_the_run_is_told() -> None:
-    short, long = (parse(f"trainer.warmup_steps={steps}", "asynchrony.require_batches=2") for steps in (8, 80))
-    assert [*long_warmup(short.trainer, short.asynchrony)] == []
-    [told] = long_warmup(long.trainer, long.asynchrony)
+    short, long = (parse(f"trainer.warmup_steps={steps}", "asynchrony.require_batches=2", NEVER) for steps in (8, 80))
+    assert [*notices(short)] == []
+    [told] = notices(long)
     assert "more than the 8 optimizer steps" in told
     assert "ends at 10% of" in told
 
 
 def test_held_out_prompts_that_are_trained_are_told() -> None:
-    same, apart = parse("data.held_out=a.jsonl"), parse("data.held_out=h.jsonl")
-    assert [*trained_held_out(apart.data), *trained_held_out(parse().data)] == []
-    [told] = trained_held_out(same.data)
+    assert [*notices(parse("data.held_out=h.jsonl", NEVER)), *notices(parse(NEVER))] == []
+    [told] = notices(parse("data.held_out=a.jsonl", NEVER))
     assert told.startswith("data.held_out names the prompts of data.train")
 
 
 def test_scores_that_are_never_due_are_told() -> None:
     def told(*overrides: str) -> list[str]:
-        run = parse("data.held_out=h.jsonl", "trainer.steps=9", *overrides)
-        return [*rare_scores(run.evaluation, run.trainer, run.asynchrony)]
+        return [*notices(parse("data.held_out=h.jsonl", "trainer.steps=9", NEVER, *overrides))]
 
-    assert (
-        told()
-        == told("evaluation.every=9")
-        == told("evaluation.every=3", "asynchrony.trigger_parameter_sync_step=4")
-        == []
-    )
-    [text] = told("evaluation.every=4", "asynchrony.trigger_parameter_sync_step=4")
+    fourth = "asynchrony.trigger_parameter_sync_step=4"
+    assert told() == told("evaluation.every=9") == told("evaluation.every=3", fourth) == []
+    [text] = told("evaluation.every=4", fourth)
     assert text.startswith("evaluation.every = 4 is more than the 3 policy versions of the run")
 
 
 def test_checkpoints_that_are_never_due_before_the_end_are_told() -> None:
     def told(*overrides: str) -> list[str]:
-        run = parse("trainer.steps=12", *overrides)
-        return [*rare_checkpoints(run.checkpoint, run.trainer, run.asynchrony)]
+        return [*notices(parse("trainer.steps=12", *overrides))]
 
-    assert told("checkpoint.every=12") == told("checkpoint.every=0") == []
+    assert told("checkpoint.every=12") == told(NEVER) == []
     [text] = told("asynchrony.trigger_parameter_sync_step=4", "checkpoint.every=4")
     assert text.startswith("checkpoint.every = 4 is more than the 3 policy versions of the run")
 
@@ -153,7 +140,7 @@ def test_a_score_that_the_rewards_cannot_give_is_refused(rewards: str, most: flo
     assert parse(*settings, f"registry.min_score={min(most, 1e6)}").registry.min_score == min(most, 1e6)
     if most < math.inf:
         error = refusal(*settings, "registry.min_score=95")
-        assert (error.key, error.allowed) == ("registry.min_score", f"up to {most:g}, the most that the rewards give")
+        assert (error.key, error.allowed) == ("registry.min_score", f"at most {most:g}, the largest reward of these functions")
 
 
 def test_the_bounds_of_every_built_in_reward_are_known() -> None:

@@ -32,7 +32,7 @@ def test_number_in_another_base_is_refused_wherever_it_stands() -> None:
 def test_value_that_yaml_cannot_make_is_refused_by_its_setting(text: str) -> None:
     error = refusal(f"name={text}")
     assert (error.key, error.value) == ("name", text)
-    assert error.fix.startswith(f"Line 1, column 1: {text} is no value: ")
+    assert error.fix.startswith(f"Line 1, column 1: {text} is not a value: ")
 
 
 def test_values_that_say_what_they_mean_are_taken() -> None:

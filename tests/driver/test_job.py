@@ -133,7 +133,7 @@ def test_run_without_held_out_prompts_says_null(store: ObjectStore, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("error", "retryable"), [(RunError("rank 0 died"), True), (ConfigError("a", 1, "2", "Mend it."), False)]
+    ("error", "retryable"), [(RunError("rank 0 died"), True), (ConfigError("a", 1, "2", "Correct it."), False)]
 )
 def test_failure_of_the_training_is_recorded_with_its_traceback(
     store: ObjectStore, tmp_path: Path, capfd: pytest.CaptureFixture[str], error: Exception, retryable: bool

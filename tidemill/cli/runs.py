@@ -72,7 +72,7 @@ def check(arguments: argparse.Namespace) -> int:
         fix = f"`tidemill submit {arguments.file} --dry-run` checks a run for a cluster."
         raise ConfigError("cluster.provider", config.cluster.provider, allowed, fix)
     checked(config)
-    for text in notices(config.data, config.trainer, config.asynchrony, config.evaluation, config.checkpoint):
+    for text in notices(config):
         print(f"{arguments.file}: {text}")
     print(f"{arguments.file}: nothing is wrong; a run may begin")
     return 0

@@ -1,4 +1,4 @@
-"""What all groups of settings share: their base class, and the types and patterns of values."""
+"""The base class of all groups of settings, and the types and patterns of their values."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ BUCKET = r"^[a-z0-9][a-z0-9.-]+[a-z0-9]$"
 REGISTERED = r"^[A-Za-z0-9._-]+$"
 ALIAS = r"^[A-Za-z][A-Za-z0-9_-]*$"
 TAGGED_IMAGE = r"^[^\s:@]+(:\d+/[^\s:@]+)?(:\w[\w.-]{0,127}|@sha256:[0-9a-f]{64})$"
+PATTERNS = {
+    DNS_LABEL: "lower-case letters, digits and dashes, with a letter or digit first and last",
+    OBJECT_NAME: "lower-case letters, digits, dashes and dots, with a letter or digit on both sides of a dot",
+    RESOURCE: "the name of an extended resource, such as nvidia.com/gpu",
+    LABEL: "the value of a label, such as NVIDIA-H100-80GB-HBM3: letters, digits, dashes, dots and underscores",
+    VARIABLE: "letters, digits, underscores, dots and dashes, with a letter or underscore first",
+    BUCKET: "lower-case letters, digits, dots and dashes, with a letter or digit first and last",
+    REGISTERED: "letters, digits, dots, underscores and dashes",
+    ALIAS: "letters, digits, underscores and dashes, with a letter first",
+    TAGGED_IMAGE: "an image with a tag, such as registry/name:1.0, or with a digest @sha256:...",
+}
+"""The patterns of text settings, in words."""
 ObjectName = Annotated[str, Field(pattern=OBJECT_NAME, max_length=253)]
 
 

@@ -1,218 +1,298 @@
-"""Settings that would change nothing beside the others: somebody who writes one expects that it does.
+"""Checks that the settings of a run fit together, before anything starts.
 
-One that keeps its default is never refused, so that the settings of a run, written out in full, can be read again; nor
-is a limit that is not reached. What depends on the machine is told of when the run starts.
+Refused are settings that are valid alone and impossible together, and settings that would have no effect: a user who
+writes one expects an effect. A setting at its default is never refused for having none, so that the resolved settings
+of a run can be read back. `notices` tells of settings that may be intended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from tidemill.config.asynchrony import AsynchronyConfig, SyncConfig
-from tidemill.config.data import DataConfig, RewardConfig
+from tidemill.config.address import (
+    CREDENTIALS,
+    HUB_TOKEN,
+    MODEL_PREFIX,
+    PASSWORD,
+    SERVER,
+    TRACKING,
+    is_server,
+    is_tracking,
+    without_password,
+)
+from tidemill.config.data import RewardConfig
 from tidemill.config.kubernetes import KubernetesConfig
-from tidemill.config.rollout import EvaluationConfig, RolloutConfig
-from tidemill.config.storage import CheckpointConfig, RegistryConfig
-from tidemill.config.training import TrainerConfig
+from tidemill.config.kubernetes_validation import kubernetes_mistakes
+from tidemill.config.rollout import RolloutConfig
+from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, in_yaml
 
-ANYTHING = (-math.inf, math.inf)
+UNKNOWN = (-math.inf, math.inf)
 BOUNDS = {
     "exact_number": (0.0, 1.0),
     "math_verify": (0.0, 1.0),
     "reasoning_gym": (0.0, 1.0),
     "overlong": (-math.inf, 0.0),
 }
-"""Smallest and largest reward of the functions that are known; see `rollout.rewards`."""
-
-OWN_VARIABLES = frozenset(
-    {
-        "TIDEMILL_S3_ACCESS_KEY",
-        "TIDEMILL_S3_SECRET_KEY",
-        "TIDEMILL_CONFIG",
-        "TIDEMILL_ATTEMPT",
-        "TIDEMILL_KFP_RUN",
-    }
-)
-"""Environment variables of pods whose values do not come from `kubernetes.env`."""
-SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-"""Last words of names, such as HF_TOKEN, whose values nobody shall read in settings, manifests and MLflow."""
-RUNTIME_ENVIRONMENT = (
-    "working_dir",
-    "py_modules",
-    "pip",
-    "uv",
-    "conda",
-    "env_vars",
-    "excludes",
-    "py_executable",
-    "java_jars",
-    "config",
-    "container",
-    "image_uri",
-    "nsight",
-    "rocprof_sys",
-    "worker_process_setup_hook",
-)
-"""What Ray reads of a runtime environment; it leaves everything else out with a warning in a log."""
+"""Smallest and largest value of the built-in reward functions, see `rollout.rewards`."""
+REWARD_METRICS = ("mean", "std_in_group")
+RAISE_GROUPS = "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches."
 
 
-def full_snapshots(sync: SyncConfig) -> Iterator[ConfigError]:
-    """How often all weights are stored, where nothing is stored."""
-    if sync.transport == "shared_memory" and is_set(sync, "full_every"):
-        allowed = f"{default(sync, 'full_every')} with sync.transport = 'shared_memory', which hands over all"
-        fix = "Set sync.transport to object_store, or leave this out."
-        yield ConfigError("sync.full_every", sync.full_every, allowed, fix)
+def check(config: RunConfig) -> None:
+    """Check a run's settings against one another.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    for mistake in mistakes(config):
+        raise mistake
 
 
-def scored_prompts(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[ConfigError]:
-    """How many of no held-out prompts are scored."""
-    if data.held_out is None and evaluation.max_prompts is not None:
-        fix = "Name a held-out file."
-        yield ConfigError("evaluation.max_prompts", evaluation.max_prompts, "null without data.held_out", fix)
+def mistakes(config: RunConfig) -> Iterator[ConfigError]:
+    """Every mistake in the settings of a run."""
+    yield from amounts(config)
+    yield from staleness(config)
+    yield from pauses(config)
+    yield from decoupled_loss(config)
+    yield from scores(config)
+    yield from registry(config)
+    yield from rewards(config)
+    yield from output_folder(config)
+    yield from snapshots(config)
+    yield from addresses(config)
+    if config.cluster.provider == "kuberay":
+        yield from kubernetes_mistakes(config)
+    elif config.kubernetes != KubernetesConfig():
+        changed = config.kubernetes.model_dump(exclude_defaults=True)
+        fix = "Set cluster.provider to kuberay, or leave the section out."
+        yield ConfigError("kubernetes", changed, "no setting unless cluster.provider is kuberay", fix)
 
 
-def weights(rewards: Sequence[RewardConfig]) -> Iterator[ConfigError]:
-    """Rewards that all count nothing."""
-    if not any(reward.weight for reward in rewards):
-        fix = "Without one all advantages are 0, and nothing is learned."
-        yield ConfigError("rewards.0.weight", rewards[0].weight, "another number than 0 for one reward", fix)
+def amounts(config: RunConfig) -> Iterator[ConfigError]:
+    """Numbers of groups that contradict each other."""
+    needed, capacity, total = config.required_samples, config.queue.capacity, config.rollout.total_rollout_steps
+    if capacity is not None and capacity < needed:
+        allowed = f"at least the {needed} groups that one step of the trainer needs"
+        yield ConfigError("queue.capacity", capacity, allowed, RAISE_GROUPS)
+    if total is not None and total < needed:
+        allowed = f"at least the {needed} groups of one step of the trainer"
+        yield ConfigError("rollout.total_rollout_steps", total, allowed, RAISE_GROUPS)
+    if total is not None and total // needed != config.trainer.steps:
+        yield ConfigError(
+            "trainer.steps",
+            config.trainer.steps,
+            f"{total // needed}: rollout.total_rollout_steps = {total} groups fill that many steps of {needed} each",
+            "Give one of the two; null leaves the other out.",
+        )
 
 
-def smallest_score(registry: RegistryConfig, rewards: Sequence[RewardConfig]) -> Iterator[ConfigError]:
-    """A score for the registry that no model can have."""
-    least, most = registry.min_score, largest_reward(rewards)
+def staleness(config: RunConfig) -> Iterator[ConfigError]:
+    """Staleness settings that cancel each other."""
+    a = config.asynchrony
+    threshold, most = a.staleness_threshold, a.max_staleness
+    if threshold and most == 0:
+        yield ConfigError(
+            "asynchrony.staleness_threshold",
+            threshold,
+            "0 or null with asynchrony.max_staleness = 0, which allows no group for the next version",
+            "Raise asynchrony.max_staleness, or leave the threshold out.",
+        )
+    if threshold is not None and threshold > most > 0 and a.staleness_strategy != "drop":
+        yield ConfigError(
+            "asynchrony.staleness_threshold",
+            threshold,
+            f"at most asynchrony.max_staleness = {most}: groups beyond that would be too old to be trained",
+            f"Raise asynchrony.max_staleness to {math.ceil(threshold)}, or lower the threshold.",
+        )
+    if config.synchronous and a.staleness_strategy in ("drop", "mask"):
+        reason, fix = why_synchronous(config)
+        allowed = f"pace or wait with {reason}: no group can become too old"
+        yield ConfigError("asynchrony.staleness_strategy", a.staleness_strategy, allowed, f"{fix}, or use pace.")
+    if a.staleness_strategy == "mask" and config.pause_mode == "wait":
+        allowed = "pace, drop or wait, because every response finishes under the version that began it"
+        fix = "Leave asynchrony.partial_rollout and asynchrony.pause_mode out, or leave this out."
+        yield ConfigError("asynchrony.staleness_strategy", "mask", allowed, fix)
+
+
+def why_synchronous(config: RunConfig) -> tuple[str, str]:
+    """The setting that makes a run synchronous, and how to change it."""
+    if config.asynchrony.max_staleness == 0:
+        return "asynchrony.max_staleness = 0", "Raise asynchrony.max_staleness"
+    threshold, groups = config.asynchrony.staleness_threshold, config.groups_per_version
+    return (
+        f"asynchrony.staleness_threshold = {threshold:g}, which adds no group to the {groups} of a version",
+        f"Set asynchrony.staleness_threshold to null or at least 1 / {groups}",
+    )
+
+
+def pauses(config: RunConfig) -> Iterator[ConfigError]:
+    """Partial rollouts and pause modes that are impossible or contradict each other."""
+    a = config.asynchrony
+    if config.synchronous and (a.partial_rollout or a.pause_mode in ("keep", "abort")):
+        reason, fix = why_synchronous(config)
+        name, value, fitting = (
+            ("partial_rollout", True, "false") if a.partial_rollout else ("pause_mode", a.pause_mode, "wait")
+        )
+        allowed = f"{fitting} or null with {reason}: no group is in flight at a weight sync"
+        yield ConfigError(f"asynchrony.{name}", value, allowed, f"{fix}, or leave this out.")
+    if a.partial_rollout is not None and a.pause_mode is not None and a.partial_rollout == (a.pause_mode == "wait"):
+        allowed = "keep or abort" if a.partial_rollout else "wait"
+        yield ConfigError(
+            "asynchrony.pause_mode",
+            a.pause_mode,
+            f"{allowed} with asynchrony.partial_rollout = {in_yaml(a.partial_rollout)}",
+            "Leave one of the two out.",
+        )
+
+
+def decoupled_loss(config: RunConfig) -> Iterator[ConfigError]:
+    """Settings of the decoupled loss without that loss."""
+    if config.algorithm.old_log_prob == "decoupled":
+        return
+    for name in ("proximal", "behaviour_cap"):
+        if is_set(config.algorithm, name):
+            allowed = f"{in_yaml(default(config.algorithm, name))} unless algorithm.old_log_prob is decoupled"
+            fix = "Set algorithm.old_log_prob to decoupled, or leave this out."
+            yield ConfigError(f"algorithm.{name}", config.algorithm.model_dump()[name], allowed, fix)
+
+
+def scores(config: RunConfig) -> Iterator[ConfigError]:
+    """Scores without held-out prompts, and evaluation modes that cannot work."""
+    every, mode, engines = config.evaluation.every, config.evaluation.mode, config.rollout.engines
+    for key, value, off in (
+        ("evaluation.every", every, 0),
+        ("registry.min_score", config.registry.min_score, None),
+        ("evaluation.max_prompts", config.evaluation.max_prompts, None),
+    ):
+        if value != off and config.data.held_out is None:
+            yield ConfigError(key, value, f"{in_yaml(off)} without data.held_out", "Name a held-out file.")
+    if mode != "blocking" and every == 0:
+        allowed = "blocking with evaluation.every = 0, which scores nothing during training"
+        yield ConfigError("evaluation.mode", mode, allowed, "Set evaluation.every, or leave the mode out.")
+    if mode == "spare" and engines == 1:
+        allowed = "blocking or concurrent with rollout.engines = 1: no engine can be spared"
+        yield ConfigError("evaluation.mode", mode, allowed, "Raise rollout.engines, or use concurrent.")
+
+
+def registry(config: RunConfig) -> Iterator[ConfigError]:
+    """Aliases that MLflow or Tidemill use, and a score that no model reaches."""
+    alias = config.registry.alias.lower()
+    if alias in ("champion", "latest") or (alias[0] == "v" and alias[1:].isdecimal()):
+        allowed = (
+            "a name other than champion, which Tidemill sets itself, and latest, v1, v2 ..., which MLflow reserves"
+        )
+        yield ConfigError("registry.alias", config.registry.alias, allowed, "Choose another name, or leave this out.")
+    least, most = config.registry.min_score, largest_reward(config.rewards)
     if least is not None and least > most:
-        fix = "It is a mean reward, and no percentage."
-        yield ConfigError("registry.min_score", least, f"up to {most:g}, the most that the rewards give", fix)
+        allowed = f"at most {most:g}, the largest reward of these functions"
+        yield ConfigError("registry.min_score", least, allowed, "It is a mean reward, not a percentage.")
 
 
 def largest_reward(rewards: Sequence[RewardConfig]) -> float:
-    """The largest weighted sum of rewards that is possible; infinite with functions that are not known."""
+    """The largest possible weighted sum of rewards; infinite with functions that are not built in."""
     return sum(
-        max(reward.weight * bound for bound in BOUNDS.get(reward.function, ANYTHING))
+        max(reward.weight * bound for bound in BOUNDS.get(reward.function, UNKNOWN))
         for reward in rewards
         if reward.weight
     )
 
 
-def gpu_budget(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
-    """Hours of GPUs for a run that has none."""
-    if kubernetes.gpu_hours is not None and kubernetes.gpu_resource is None:
-        fix = "The budget counts GPUs. Limit the time with kubernetes.max_hours."
-        allowed = "null with kubernetes.gpu_resource = null, with which a run has no GPU"
-        yield ConfigError("kubernetes.gpu_hours", kubernetes.gpu_hours, allowed, fix)
+def rewards(config: RunConfig) -> Iterator[ConfigError]:
+    """Rewards without effect, and functions whose name cannot be that of their metric, `rollout/reward/NAME`."""
+    if not any(reward.weight for reward in config.rewards):
+        allowed = "a weight other than 0 for at least one reward"
+        fix = "Otherwise all advantages are 0 and nothing is learned."
+        yield ConfigError("rewards.0.weight", config.rewards[0].weight, allowed, fix)
+    for place, reward in enumerate(config.rewards):
+        name = reward.function.rpartition(":")[2]
+        if name in REWARD_METRICS:
+            allowed = (
+                f"a function with another name than {' and '.join(REWARD_METRICS)}, which are metrics of all rewards"
+            )
+            yield ConfigError(f"rewards.{place}.function", reward.function, allowed, "Rename it.")
+        if not name.isascii():
+            allowed = "a function with an ASCII name: a metric gets the name, and MLflow takes no other letters"
+            yield ConfigError(f"rewards.{place}.function", reward.function, allowed, "Rename it.")
 
 
-def loose_threshold(asynchrony: AsynchronyConfig) -> Iterator[ConfigError]:
-    """A threshold that lets more groups start than the hard bound, which is the one that counts."""
-    threshold, most = asynchrony.staleness_threshold, asynchrony.max_staleness
-    if threshold is not None and threshold > most > 0 and asynchrony.staleness_strategy != "drop":
-        yield ConfigError(
-            "asynchrony.staleness_threshold",
-            threshold,
-            f"up to asynchrony.max_staleness = {most}, beyond which groups would be too old to be trained",
-            f"Raise asynchrony.max_staleness to {math.ceil(threshold)}, or lower the threshold.",
+def output_folder(config: RunConfig) -> Iterator[ConfigError]:
+    """An output folder whose name is misread by the embedded store or by MLflow's database."""
+    folder = str(config.output.expanduser().absolute())
+    embedded, database = config.store.endpoint == "embedded", config.tracking.uri is None
+    for sign, used, reason in (
+        (",", embedded, "the embedded store reads two folders"),
+        ("?", database, "MLflow reads the end of the file name"),
+        ("%", database, "MLflow reads an escaped character"),
+    ):
+        if used and sign in folder:
+            yield ConfigError("output", folder, f"a path without {sign!r}, where {reason}", "Name another folder.")
+
+
+def snapshots(config: RunConfig) -> Iterator[ConfigError]:
+    """An interval of full snapshots where nothing is stored."""
+    sync = config.sync
+    if sync.transport == "shared_memory" and is_set(sync, "full_every"):
+        allowed = f"{default(sync, 'full_every')} with sync.transport = 'shared_memory', which always sends all weights"
+        fix = "Set sync.transport to object_store, or leave this out."
+        yield ConfigError("sync.full_every", sync.full_every, allowed, fix)
+
+
+def addresses(config: RunConfig) -> Iterator[ConfigError]:
+    """Addresses that are malformed or hold a credential."""
+    if config.model.startswith("s3:") and not MODEL_PREFIX.fullmatch(config.model):
+        yield ConfigError("model", config.model, "s3://BUCKET/PREFIX for a model in the store", "Correct it.")
+    for name, source in (("train", config.data.train), ("held_out", config.data.held_out)):
+        if source is not None and HUB_TOKEN.match(source):
+            fix = "Settings are stored and shown. Set HF_TOKEN; on Kubernetes through a secret in kubernetes.secrets."
+            yield ConfigError(f"data.{name}", HUB_TOKEN.sub(r"\1(not shown)", source), "a source without a token", fix)
+    uri, endpoint = config.tracking.uri, config.store.endpoint
+    if uri is not None and PASSWORD.match(uri):
+        fix = (
+            "Settings are stored and shown. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD for a server; "
+            "database drivers have variables of their own, such as PGPASSWORD."
         )
+        yield ConfigError("tracking.uri", without_password(uri), "an address without a password", fix)
+    elif uri is not None and not is_tracking(uri):
+        yield ConfigError("tracking.uri", uri, f"{TRACKING}; or null", "Correct it, or leave it out.")
+    if endpoint != "embedded" and not is_server(endpoint, bare=True):
+        fix = "Correct it. The bucket is the setting store.bucket, and the keys come from the environment."
+        shown = CREDENTIALS.sub("//(not shown)@", endpoint)
+        yield ConfigError("store.endpoint", shown, f"embedded, or {SERVER} of an S3 server", fix)
 
 
-def masked_tokens(asynchrony: AsynchronyConfig) -> Iterator[ConfigError]:
-    """Tokens that are left out of responses of which none is too old in part."""
-    finishes = asynchrony.partial_rollout is False or asynchrony.pause_mode == "wait"
-    if finishes and asynchrony.staleness_strategy == "mask":
-        allowed = "pace, drop or wait where a response finishes under the version that began it"
-        fix = "Leave asynchrony.partial_rollout and asynchrony.pause_mode out, so that it goes on, or leave this out."
-        yield ConfigError("asynchrony.staleness_strategy", "mask", allowed, fix)
-
-
-def on_pods(kubernetes: KubernetesConfig) -> Iterator[ConfigError]:
-    """Settings that pods would not have, or that others would read."""
-    variables = kubernetes.runtime_env.get("env_vars")
-    yield from secrets("kubernetes.env", kubernetes.env)
-    yield from secrets("kubernetes.runtime_env.env_vars", variables if isinstance(variables, dict) else {})
-    for name, value in kubernetes.env.items():
-        if name in OWN_VARIABLES:
-            fix = "Remove it; the object store's keys come from the secret kubernetes.store_secret."
-            shown = "(not shown)" if "KEY" in name else value
-            yield ConfigError(f"kubernetes.env.{name}", shown, "a variable that a run does not set itself", fix)
-    for name, value in kubernetes.runtime_env.items():
-        if name not in RUNTIME_ENVIRONMENT:
-            allowed = f"one of the keys {', '.join(RUNTIME_ENVIRONMENT)}"
-            yield ConfigError(f"kubernetes.runtime_env.{name}", value, allowed, "Remove it or mend the spelling.")
-
-
-def secrets(key: str, variables: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Environment variables that are called after what must not stand in settings."""
-    for name in variables:
-        if name.upper().rpartition("_")[2] in SECRETS and name not in OWN_VARIABLES:
-            allowed = "nothing secret: settings are stored and shown"
-            fix = "Put it into a Secret of the namespace, and name that in kubernetes.secrets."
-            yield ConfigError(f"{key}.{name}", "(not shown)", allowed, fix)
-
-
-def notices(
-    data: DataConfig,
-    trainer: TrainerConfig,
-    asynchrony: AsynchronyConfig,
-    evaluation: EvaluationConfig,
-    checkpoint: CheckpointConfig,
-) -> Iterator[str]:
-    """What is told of a run's settings, which may be meant so, whatever the machine."""
-    yield from trained_held_out(data)
-    yield from long_warmup(trainer, asynchrony)
-    yield from rare_scores(evaluation, trainer, asynchrony)
-    yield from rare_checkpoints(checkpoint, trainer, asynchrony)
-
-
-def long_warmup(trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> Iterator[str]:
-    """A notice of a warm-up that outlasts the run, as in a short trial of settings for a long one."""
-    steps = trainer.steps * asynchrony.require_batches
-    if trainer.warmup_steps > steps:
+def notices(config: RunConfig) -> Iterator[str]:
+    """Settings that may be a mistake on any machine, in words."""
+    versions, updates, warmup = (
+        config.versions,
+        config.trainer.steps * config.asynchrony.require_batches,
+        config.trainer.warmup_steps,
+    )
+    if config.data.held_out == config.data.train:
+        yield "data.held_out names the prompts of data.train: the held-out score is that of trained prompts"
+    if warmup > updates:
         yield (
-            f"trainer.warmup_steps = {trainer.warmup_steps} is more than the {steps} optimizer steps of the run, whose "
-            f"learning rate ends at {steps / trainer.warmup_steps:.0%} of trainer.learning_rate"
+            f"trainer.warmup_steps = {warmup} is more than the {updates} optimizer steps of the run, whose "
+            f"learning rate ends at {updates / warmup:.0%} of trainer.learning_rate"
         )
-
-
-def trained_held_out(data: DataConfig) -> Iterator[str]:
-    """A notice of scores on prompts that are trained, as where a run is only to show that it learns."""
-    if data.held_out == data.train:
-        yield "data.held_out names the prompts of data.train: the held-out score is of prompts that are trained"
-
-
-def rare_scores(evaluation: EvaluationConfig, trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> Iterator[str]:
-    """A notice of scores during training that are never due: they are counted in versions, and not in steps."""
-    versions = versions_of(trainer, asynchrony)
-    if evaluation.every > versions:
+    if config.evaluation.every > versions:
         yield (
-            f"evaluation.every = {evaluation.every} is more than the {versions} policy versions of the run: held-out "
-            "prompts are not scored during training"
+            f"evaluation.every = {config.evaluation.every} is more than the {versions} policy versions of the run: "
+            "held-out prompts are not scored during training"
         )
-
-
-def rare_checkpoints(
-    checkpoint: CheckpointConfig, trainer: TrainerConfig, asynchrony: AsynchronyConfig
-) -> Iterator[str]:
-    """A notice of checkpoints that are never due before the end: they too are counted in versions."""
-    versions = versions_of(trainer, asynchrony)
-    if checkpoint.every > versions:
+    if config.checkpoint.every > versions:
         yield (
-            f"checkpoint.every = {checkpoint.every} is more than the {versions} policy versions of the run: its only "
-            "checkpoint is the one at the end"
+            f"checkpoint.every = {config.checkpoint.every} is more than the {versions} policy versions of the run: its "
+            "only checkpoint is the one at the end"
         )
-
-
-def versions_of(trainer: TrainerConfig, asynchrony: AsynchronyConfig) -> int:
-    """Policy versions that a run makes."""
-    return math.ceil(trainer.steps / asynchrony.trigger_parameter_sync_step)
 
 
 def other_processor(rollout: RolloutConfig, gpus: bool) -> Iterator[str]:
-    """A notice of settings of engines on the other kind of processor: one file may serve both kinds of machine.
+    """A notice of engine settings for the other kind of processor: one file may serve both kinds of machine.
 
     Args:
         rollout: of the run.
@@ -221,7 +301,7 @@ def other_processor(rollout: RolloutConfig, gpus: bool) -> Iterator[str]:
     name = "cpu_kv_cache_gib" if gpus else "gpu_memory_utilization"
     if is_set(rollout, name):
         value = in_yaml(rollout.model_dump()[name])
-        yield f"rollout.{name} = {value} changes nothing: the engines run {'on GPUs' if gpus else 'without a GPU'}"
+        yield f"rollout.{name} = {value} has no effect: the engines run {'on GPUs' if gpus else 'without a GPU'}"
 
 
 def default(section: BaseModel, name: str) -> Any:
@@ -230,5 +310,5 @@ def default(section: BaseModel, name: str) -> Any:
 
 
 def is_set(section: BaseModel, name: str) -> bool:
-    """Whether a setting says something else than its default."""
+    """Whether a setting differs from its default."""
     return bool(section.model_dump()[name] != default(section, name))

@@ -164,8 +164,7 @@ class Run:
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
         gpus = engine_place(config).gpus > 0
-        told = notices(config.data, config.trainer, config.asynchrony, config.evaluation, config.checkpoint)
-        for text in (*told, *other_processor(config.rollout, gpus)):
+        for text in (*notices(config), *other_processor(config.rollout, gpus)):
             observer.notice(text)
         engines = [start_engine(config, path, EngineId(n)) for n in range(config.rollout.engines)]
         ranks = start_ranks(config, path, self.claim)
