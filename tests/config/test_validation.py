@@ -11,6 +11,7 @@ from tidemill.rollout.rewards import BUILT_IN
 
 NEVER = "checkpoint.every=0"  # no notice of checkpoints
 
+
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
@@ -140,7 +141,10 @@ def test_a_score_that_the_rewards_cannot_give_is_refused(rewards: str, most: flo
     assert parse(*settings, f"registry.min_score={min(most, 1e6)}").registry.min_score == min(most, 1e6)
     if most < math.inf:
         error = refusal(*settings, "registry.min_score=95")
-        assert (error.key, error.allowed) == ("registry.min_score", f"at most {most:g}, the largest reward of these functions")
+        assert (error.key, error.allowed) == (
+            "registry.min_score",
+            f"at most {most:g}, the largest reward of these functions",
+        )
 
 
 def test_the_bounds_of_every_built_in_reward_are_known() -> None:
