@@ -29,7 +29,7 @@ STEPS = st.tuples(
 
 @dataclass
 class Account:
-    """Where every group went, seen from outside."""
+    """Counts from outside where every group went."""
 
     queue: MessageQueue[Any]
     version: int = 0
@@ -56,7 +56,7 @@ class Account:
             batches.append([Delivery(GroupHeader(uid, self.version, self.version, 1, 1), uid) for uid in uids])
         crowded = bool(self.queue.producers)
         answers = await self.queue.offer(batches)
-        assert not crowded or answers == [None] * len(counts)  # no producer that waits is overtaken
+        assert not crowded or answers == [None] * len(counts)  # no waiting producer is overtaken
         assert None not in answers or set(answers[answers.index(None) :]) == {None}
         for batch, dropped in zip(batches, answers, strict=True):
             self.gone += dropped or ()
@@ -165,7 +165,7 @@ async def test_a_cancellation_in_the_moment_of_waking_takes_nothing() -> None:
     assert (await queue.lease(1, 0, 0)).deliveries[0].payload == 0
 
 
-async def test_a_cancelled_consumer_passes_its_turn_on() -> None:
+async def test_a_cancelled_consumer_wakes_the_next_one() -> None:
     queue: MessageQueue[int] = MessageQueue(2, 0)
     first, second = [asyncio.create_task(queue.lease(1, 0, 60)) for _ in range(2)]
     await asyncio.sleep(0)

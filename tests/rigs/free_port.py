@@ -8,11 +8,11 @@ import socket
 from contextlib import closing
 
 PORTS = range(23000, 30000)
-"""Above the ports of Ray's workers and of the embedded store, below those that Linux hands out by itself: until the
-server is up nobody else is given one of them, whatever runs beside."""
+"""Above the ports of Ray's workers and of the embedded store, below the ephemeral ports of Linux, so that no other
+process gets one of them by itself before the server is up."""
 TAKEN: list[socket.socket] = []
-"""The same ports of UDP, which no server of a test uses. Held until this process ends, they tell other calls, also
-those in the other half of the tests, that a port is given away."""
+"""UDP sockets at the ports handed out. No test's server uses UDP; a socket that is held until this process ends tells
+other calls, also those in a parallel run of tests, that its port is taken."""
 
 
 @atexit.register
@@ -22,7 +22,7 @@ def give_back() -> None:
 
 
 def free_port() -> int:
-    """One of `PORTS` that nobody listens on, and that nobody else is given."""
+    """One of `PORTS` without a listener, which no other call returns."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
@@ -34,4 +34,4 @@ def free_port() -> int:
         with closing(socket.socket()) as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
-    raise RuntimeError("every port is taken")
+    raise RuntimeError(f"every port of {PORTS} is taken")

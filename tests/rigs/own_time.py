@@ -1,4 +1,4 @@
-"""An event loop whose time passes only while everybody waits: no deadline depends on how busy the machine is."""
+"""An event loop whose clock advances only while all tasks wait: no deadline depends on the load of the machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import selectors
 
 TURN_S = 1e-5
-"""What one turn of the loop takes, so that who only yields comes to a deadline too."""
+"""Duration of one iteration of the loop, so that a task that only yields reaches its deadline too."""
 
 
 class OwnTime(asyncio.SelectorEventLoop):
-    """A loop whose clock is its own: it goes to the next timer at once when nothing else is to be done.
+    """A loop with a clock of its own, which jumps to the next timer when no task is ready.
 
-    For code of one thread and one process: what a thread or a process does meanwhile takes no time here.
+    For code in one thread and one process: work of another thread or process takes no time on this clock.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class OwnTime(asyncio.SelectorEventLoop):
 
 
 class Patient(selectors.DefaultSelector):
-    """Lets the time of its loop pass instead of waiting."""
+    """Advances the clock of its loop instead of waiting."""
 
     def __init__(self, loop: OwnTime) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Patient(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.loop.now += TURN_S
-        if timeout is None:  # nobody has a timer: only a file or a thread can go on
+        if timeout is None:  # there is no timer: only a file or a thread can wake the loop
             return super().select(None)
         found = super().select(0)
         self.loop.now += 0.0 if found else max(timeout, 0.0)
@@ -40,5 +40,5 @@ class Patient(selectors.DefaultSelector):
 
 
 def own_time() -> float:
-    """Monotonic seconds of the loop that runs, for what is given a clock."""
+    """Monotonic seconds of the running loop, to be passed as a clock."""
     return asyncio.get_running_loop().time()

@@ -79,7 +79,7 @@ def held_out(count: int = 6, **config: Any) -> PromptSet:
 
 @dataclass
 class Rig:
-    """A Rollouter on fake engines with the real queue, and a trainer that leases, counts and bumps the version."""
+    """A Rollouter on fake engines with the real queue, and a trainer that leases, counts and begins versions."""
 
     config: RunConfig = field(default_factory=run_config)
     rows: int = 16
@@ -145,14 +145,14 @@ class Rig:
         return True
 
     async def train(self, steps: int | None = None) -> int:
-        """Train until the config's steps are done or the data ends; the number of steps that were possible."""
+        """Train until the config's steps are done or the data ends; returns the number of steps."""
         for done in range(steps or self.config.trainer.steps):
             if not await self.train_step():
                 return done
         return steps or self.config.trainer.steps
 
     async def run(self, timeout_s: float = 20.0) -> int:
-        """Both sides to the end; the number of steps trained."""
+        """Run both sides to the end; returns the number of steps."""
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
             tasks.create_task(self.rollouter.run())
             steps = tasks.create_task(self.train())

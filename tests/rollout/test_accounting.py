@@ -1,4 +1,4 @@
-"""What the accounting says of groups that were not trained, of idle time, and of finished groups."""
+"""Waste, idle time, and the metrics of finished groups."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ pytestmark = pytest.mark.own_time
 
 
 class Unreliable(FakeEngine):
-    """Ends the first request for occurrence 2 too early, and takes too long over occurrence 3."""
+    """Aborts the first request of occurrence 2, and exceeds the time-out with occurrence 3."""
 
     def __init__(self) -> None:
         super().__init__(token_delay_s=0.005)
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
         uid = int(request_id.partition(".")[0])
-        self._lengths = (500, 500) if uid == 3 else (4, 4)  # read before anything is awaited
+        self._lengths = (500, 500) if uid == 3 else (4, 4)  # the superclass reads it before it awaits
         completions = await super().generate(request_id, prompt_ids, sampling)
         first = [name for name, _ in self.requests if name.startswith("2.")] == [request_id]
         return [replace(c, finish_reason="abort") for c in completions] if first else completions
 
 
-async def test_what_failures_cost_is_counted_as_waste() -> None:
+async def test_tokens_of_failed_attempts_are_waste() -> None:
     rollout = {"max_new_tokens": 500, "group_timeout_s": 1.0, "max_attempts": 2}
     config = run_config(rollout=rollout, asynchrony={"max_staleness": 0})
     rig = Rig(config, engines=[Unreliable()], rewards=LengthReward({1: BROKEN}), timeouts=Timeouts(answer_s=30.0))
@@ -44,7 +44,7 @@ async def test_what_failures_cost_is_counted_as_waste() -> None:
 
 
 @pytest.mark.parametrize(("bound", "seeded"), [(0, True), (1, False)])
-async def test_only_a_run_that_can_be_reproduced_is_seeded(bound: int, seeded: bool) -> None:
+async def test_only_a_synchronous_run_is_seeded(bound: int, seeded: bool) -> None:
     rig = Rig(run_config(asynchrony={"max_staleness": bound}))
     await rig.run()
     seeds = [sampling.seed for _, sampling in rig.engines[0].requests]
@@ -107,7 +107,7 @@ def scored(*rollouts: tuple[dict[str, float], int, bool], newest: int = 0) -> Gr
     return Group(Prompt(0, 0, np.zeros(1, np.int32), ""), tuple(made))
 
 
-def test_rollouts_need_not_have_the_same_parts_of_a_reward() -> None:
+def test_a_part_of_a_reward_that_a_rollout_lacks_counts_as_zero() -> None:
     metrics = RolloutMetrics()
     metrics.add_group(scored(({"f/format": 0.5, "f/right": 1.0}, 2, False), ({"f/format": 0.5}, 2, False)), 1.0)
     metrics.add_group(scored(({"f/late": -1.0}, 2, False), ({}, 2, False)), 1.0)

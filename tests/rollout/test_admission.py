@@ -26,7 +26,7 @@ from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.ordering import StartOrder
 
 T = TypeVar("T")
-NOW = 0.0  # a call that cannot be answered at once gives up
+NOW = 0.0  # a call that would wait times out at once
 
 
 def at_once(call: Coroutine[Any, Any, T]) -> T:
@@ -104,7 +104,7 @@ class Run(RuleBasedStateMachine):
         place = self.admission.accepted(self.in_flight) + 1
         if self.policy.strategy == "wait" and not self.policy.keeps_all_in_time(place, others):
             return
-        oldest = data.draw(st.integers(started, self.version))  # its first token may come later than its start
+        oldest = data.draw(st.integers(started, self.version))  # it may get its first token in a later version
         usable = self.policy.usable_version(oldest, data.draw(st.integers(oldest, self.version)))
         self.now += data.draw(st.sampled_from([0.0, 1.0]))
         self.start_order.finished(uid, self.now - data.draw(st.sampled_from([1.0, 9.0])), self.now)
@@ -153,7 +153,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(data=st.data(), rounds=st.integers(1, 5))
     def work(self, data: st.DataObject, rounds: int) -> None:
-        """What a healthy run mostly does; without it few examples come far."""
+        """The usual course of a run; without it few examples train many versions."""
         for _ in range(rounds):
             self.admit()
             for _ in range(min(self.step, len(self.in_flight))):
@@ -172,12 +172,12 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def commit(self) -> None:
-        """Also in the middle of a version, as where a run is stopped immediately; a whole one begins after that."""
+        """Also in the middle of a version, as when a run is stopped; the resumed run begins a whole one."""
         self.committed = (json.dumps(self.ledger.state()), self.version, list(self.trained))
 
     @rule(dice=st.integers(0, 9))
     def crash(self, dice: int) -> None:
-        """Rarely, so that runs get anywhere."""
+        """Rarely, so that runs make progress."""
         if dice == 9:
             self.restart()
 
@@ -206,7 +206,7 @@ class Run(RuleBasedStateMachine):
             assert under_way - self.version * self.batch <= self.policy.max_groups_between_syncs
 
     def teardown(self) -> None:
-        """From wherever it stands, the run comes to its end: every occurrence trained exactly once."""
+        """From any state, the run comes to its end: every occurrence is trained exactly once."""
         for _ in range(20 * self.total + 20):
             self.admit()
             for uid in sorted(self.in_flight, key=lambda uid: self.in_flight[uid]):
@@ -227,7 +227,7 @@ Run.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_
 test_any_interleaving = Run.TestCase
 
 
-def test_what_will_be_swept_keeps_its_place_among_the_last_of_a_run() -> None:
+def test_a_group_that_will_be_swept_keeps_its_place_among_the_last_of_a_run() -> None:
     config = run_config(trainer={"steps": 3, "ppo_mini_batch_size": 1}, data={"epochs": None})
     ledger = Ledger(None)
     admission = Admission(config, 1, ledger, 0, StartOrder(lambda uid: 0, 1, config))

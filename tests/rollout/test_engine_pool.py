@@ -1,4 +1,4 @@
-"""What the pool measures."""
+"""The pool's record of requests in flight."""
 
 from __future__ import annotations
 

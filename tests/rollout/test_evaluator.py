@@ -17,7 +17,7 @@ from tidemill.rollout.evaluator import Evaluator
 pytestmark = pytest.mark.own_time
 
 
-async def test_rewards_are_told_how_many_tokens_an_answer_has() -> None:
+async def test_rewards_get_the_number_of_tokens_of_an_answer() -> None:
     seen: list[int] = []
 
     class Spy(LengthReward):
@@ -71,7 +71,7 @@ async def test_weights_that_change_midway_are_noticed() -> None:
         await evaluation
 
 
-async def test_no_more_prompts_are_scored_than_asked_for_and_too_long_ones_are_reported() -> None:
+async def test_max_prompts_limits_an_evaluation_and_too_long_prompts_are_reported() -> None:
     limit = len("<user>3!!!<assistant>")
     config = run_config(data={"held_out": "y.jsonl"}, evaluation={"max_prompts": 5})
     rig = Rig(config, held_out=held_out(max_prompt_tokens=limit))
@@ -108,13 +108,13 @@ async def test_a_prompt_whose_reward_fails_is_skipped_and_reported_but_not_all_o
         await Rig(held_out=held_out(), rewards=LengthReward(always=BROKEN)).rollouter.evaluate(0)
 
 
-async def test_a_prompt_whose_reward_takes_too_long_is_told_apart() -> None:
+async def test_a_reward_that_times_out_has_its_own_reason() -> None:
     rig = Rig(held_out=held_out(), rewards=LengthReward({1: RewardTimeoutError("slow"), 2: BROKEN}))
     assert (await rig.rollouter.evaluate(0)).skipped == {"reward_timeout": 1, "reward_error": 1}
 
 
 class Once(FakeEngine):
-    """Does something else than to answer when it is asked the first time."""
+    """Hangs at the first request, or aborts it; answers the others."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Once(FakeEngine):
 
 
 @pytest.mark.parametrize("kind", ["hang", "abort"])
-async def test_an_answer_that_hangs_or_is_cut_is_asked_for_again_under_another_name(kind: str) -> None:
+async def test_a_request_that_hangs_or_is_aborted_is_repeated_under_another_id(kind: str) -> None:
     rig = Rig(run_config(rollout={"group_timeout_s": 0.2}), held_out=held_out(1), engines=[engine := Once(kind)])
     assert (await rig.rollouter.evaluate(0)).score == 4.0
     first, second = dict.fromkeys(name for name, _ in engine.requests)
@@ -154,7 +154,7 @@ async def test_an_evaluation_that_fails_leaves_no_request_behind() -> None:
     assert len(rig.engines[0].aborted) == 5
 
 
-async def test_one_engine_that_is_named_answers_alone_within_its_own_limit() -> None:
+async def test_a_named_engine_answers_alone_within_its_own_limit() -> None:
     config = run_config(rollout={"concurrent_samples_per_replica": 2})
     rig = Rig(config, held_out=held_out(8), engines=[FakeEngine(), FakeEngine(token_delay_s=0.01)])
     evaluation = asyncio.create_task(rig.rollouter.evaluate(0, EngineId(1)))
@@ -165,7 +165,7 @@ async def test_one_engine_that_is_named_answers_alone_within_its_own_limit() -> 
     assert (most, rig.engines[0].requests, len((await evaluation).answers)) == (2, [], 8)
 
 
-async def test_one_engine_that_is_named_and_lost_is_not_replaced_by_another() -> None:
+async def test_a_named_engine_that_is_lost_is_not_replaced_by_another() -> None:
     rig = Rig(held_out=held_out(), engines=[FakeEngine(), FakeEngine()])
     await rig.engines[1].shutdown()
     with pytest.raises(EngineLostError):
@@ -184,7 +184,7 @@ async def test_an_engine_that_keeps_failing_ends_the_evaluation() -> None:
         await rig.rollouter.evaluate(0)
 
 
-async def test_an_engine_that_dies_hands_its_prompts_to_the_others() -> None:
+async def test_prompts_of_an_engine_that_dies_go_to_the_others() -> None:
     rig = Rig(held_out=held_out(), engines=[FakeEngine(token_delay_s=0.01), FakeEngine(token_delay_s=0.01)])
     evaluation = asyncio.create_task(rig.rollouter.evaluate(0))
     await asyncio.sleep(0.015)
@@ -206,7 +206,7 @@ async def test_a_prompt_that_may_crash_its_engine_is_generated_while_nothing_els
     assert not evaluator.exclusive
 
 
-async def test_an_evaluation_without_engines_waits_for_the_next_one_and_not_for_ever() -> None:
+async def test_an_evaluation_without_engines_waits_for_the_next_engine_within_a_deadline() -> None:
     rig = Rig(run_config(rollout={"start_timeout_s": 0.2}), held_out=held_out())
     await rig.engines[0].shutdown()
     with pytest.raises(EngineError, match=r"all engines are lost, and no other one has joined within 0\.2 s"):

@@ -36,7 +36,7 @@ def test_new_occurrences_come_in_order_until_the_stream_ends() -> None:
     assert ledger.next_uid() is None
 
 
-def test_what_was_dropped_is_issued_before_anything_new_lowest_first() -> None:
+def test_dropped_occurrences_are_issued_before_new_ones_lowest_first() -> None:
     ledger = Ledger(total=None)
     queue(ledger, 5)
     ledger.dropped(3, "stale")
@@ -53,7 +53,7 @@ def test_the_lowest_goes_first_whatever_was_taken_from_between() -> None:
     assert [dispatch(ledger) for _ in range(6)] == [1, 2, 3, 5, 6, 7]
 
 
-def test_failures_of_what_is_trained_in_the_end_are_forgotten() -> None:
+def test_failures_of_a_trained_occurrence_are_forgotten() -> None:
     ledger = Ledger(total=None)
     for _ in range(2):
         ledger.failed(dispatch(ledger), "timeout", 3)
@@ -66,7 +66,7 @@ def test_looking_at_the_next_occurrence_changes_nothing() -> None:
     assert ledger.next_uid() == ledger.next_uid() == 0
 
 
-def test_what_is_passed_over_waits_and_goes_first_after_a_restart_too() -> None:
+def test_an_occurrence_that_was_passed_over_goes_first_after_a_restart_too() -> None:
     ledger = Ledger(total=6)
     assert ledger.upcoming(4) == [0, 1, 2, 3]
     ledger.dispatched(2)
@@ -79,7 +79,7 @@ def test_what_is_passed_over_waits_and_goes_first_after_a_restart_too() -> None:
 
 
 @pytest.mark.parametrize(("uid", "why"), [(1, "it is dispatched"), (0, "trained already"), (3, "not issued yet")])
-def test_only_what_waits_or_is_new_is_dispatched(uid: int, why: str) -> None:
+def test_only_waiting_or_new_occurrences_are_dispatched(uid: int, why: str) -> None:
     ledger = Ledger(total=3)
     ledger.trained(queue(ledger, 1))
     dispatch(ledger)
@@ -124,7 +124,7 @@ def test_the_third_failure_quarantines_and_earlier_ones_issue_again() -> None:
     ledger.check()
 
 
-def test_what_outlasts_the_bound_time_after_time_is_quarantined_over_restarts_too() -> None:
+def test_an_occurrence_that_outlasts_the_bound_repeatedly_is_quarantined_over_restarts_too() -> None:
     ledger = Ledger(total=1)
     ledger.dispatched(0)
     assert not ledger.outlasted(0, max_attempts=2)
@@ -141,12 +141,12 @@ def test_what_outlasts_the_bound_time_after_time_is_quarantined_over_restarts_to
     ledger.check()
 
 
-def test_what_loses_one_engine_after_the_other_is_quarantined_over_restarts_too() -> None:
+def test_an_occurrence_that_crashes_one_engine_after_the_other_is_quarantined_over_restarts_too() -> None:
     ledger = Ledger(total=2)
     dispatch(ledger)
     assert not ledger.crashed(0, max_crashes=2)
     dispatch(ledger)
-    ledger.queued(0)  # an engine finished it, so that the loss was not its fault
+    ledger.queued(0)  # an engine finished it, so it did not cause the crash
     ledger.dropped(0, "stale")
     dispatch(ledger)
     assert (ledger.crashed(0, max_crashes=2), ledger.crashes(0)) == (False, 1)
@@ -240,7 +240,7 @@ def test_every_occurrence_is_trained_exactly_once_under_random_drops_failures_an
         ledger.check()
         if rng.random() < 0.3:
             committed = (json.loads(json.dumps(ledger.state())), trained.copy())
-        if rng.random() < crash:  # what was trained after the commit is lost with the parameters
+        if rng.random() < crash:  # training after the commit is lost with the parameters
             ledger, trained = Ledger.restore(committed[0], total), committed[1].copy()
     assert trained == Counter(range(total))
     assert ledger.counts()["waiting"] == ledger.counts()["queued"] == 0

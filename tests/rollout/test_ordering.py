@@ -28,7 +28,7 @@ ROWS = 10
 
 
 def start_order(eta: int = 1, trigger: int = 4, lasted: float = 40.0, **seconds: float) -> StartOrder:
-    """Knows the given rows, `r3=30.0`; a version that `lasted` ended at time 0, long after all groups had finished."""
+    """Knows the durations of rows, `r3=30.0`. A version that `lasted` ended at time 0, long after all its groups."""
     asynchrony = {"max_staleness": eta, "trigger_parameter_sync_step": trigger}
     made = StartOrder(lambda uid: uid % ROWS, ROWS, run_config(asynchrony=asynchrony))
     for row, took in seconds.items():
@@ -38,7 +38,7 @@ def start_order(eta: int = 1, trigger: int = 4, lasted: float = 40.0, **seconds:
     return made
 
 
-def test_a_prompt_of_unknown_length_starts_in_its_turn() -> None:
+def test_a_prompt_of_unknown_length_starts_in_order() -> None:
     assert start_order(r3=60.0).choose([11, 13], now=39.0) == 11
 
 
@@ -131,7 +131,7 @@ def test_no_prompt_is_deferred_in_two_versions_and_each_starts_once(seed: int, l
 
 
 class Timed(FakeEngine):
-    """Serves one request at once, and lets the time pass that its row takes."""
+    """Answers at once, and advances the clock by the duration of the row."""
 
     now = 0.0
 
@@ -150,7 +150,7 @@ async def test_a_synchronous_run_trains_in_the_order_of_the_data_however_long_a_
     assert [group.uid // 4 for group in rig.trained] == [group.oldest_version for group in rig.trained]
 
 
-async def test_a_run_starts_what_took_long_early_in_the_next_version_and_trains_every_prompt_once() -> None:
+async def test_prompts_that_took_long_start_early_in_the_next_version_and_every_prompt_is_trained_once() -> None:
     engine = Timed()
     config = run_config(
         data={"shuffle": False},
@@ -167,17 +167,17 @@ async def test_a_run_starts_what_took_long_early_in_the_next_version_and_trains_
 
 # ---- delivery
 
-WAIT = StalenessPolicy(1, 4, 100, strategy="wait")  # what started at version 0 must be among the first 8
+WAIT = StalenessPolicy(1, 4, 100, strategy="wait")  # a group that started at version 0 must be among the first 8
 
 
 def started(*versions: int) -> dict[int, GroupRequest]:
-    """Groups under way that started at these versions."""
+    """Requests in flight that started at these versions."""
     prompts = [Prompt(n, n, np.zeros(1, np.int32), "", None, {}) for n in range(len(versions))]
     return {n: GroupRequest(prompts[n], n, version, 0.0) for n, version in enumerate(versions)}
 
 
 class Waiting:
-    """A finished group that asks for its turn, and keeps it until `done`."""
+    """A finished group that waits for its delivery, which lasts until `done`."""
 
     def __init__(self, order: DeliveryOrder, request: GroupRequest) -> None:
         self.order, self.request, self.released, self.done = order, request, False, asyncio.Event()
@@ -195,7 +195,7 @@ async def settle() -> None:
 
 
 async def begin(order: DeliveryOrder, requests: Sequence[GroupRequest]) -> list[Waiting]:
-    """Deliveries that all wait."""
+    """Groups that all wait."""
     deliveries = [Waiting(order, request) for request in requests]
     await settle()
     return deliveries
@@ -207,7 +207,7 @@ async def end(*deliveries: Waiting) -> None:
     await asyncio.gather(*(delivery.task for delivery in deliveries), return_exceptions=True)
 
 
-async def test_two_that_may_go_but_not_both_go_one_by_one() -> None:
+async def test_two_groups_that_may_be_delivered_but_not_both_are_delivered_one_by_one() -> None:
     order, in_flight = DeliveryOrder(WAIT), started(0, 0, 0, 1, 1)
     first, second = await begin(order, [in_flight[3], in_flight[4]])
     order.release_next(4, in_flight)
@@ -226,7 +226,7 @@ async def test_two_that_may_go_but_not_both_go_one_by_one() -> None:
     await end(first, second)
 
 
-async def test_the_last_place_in_time_is_for_the_group_that_needs_it() -> None:
+async def test_a_group_is_delivered_at_the_last_moment_in_time() -> None:
     order, in_flight = DeliveryOrder(WAIT), started(0)
     [only] = await begin(order, [in_flight[0]])
     order.release_next(7, in_flight)
@@ -235,7 +235,7 @@ async def test_the_last_place_in_time_is_for_the_group_that_needs_it() -> None:
     await end(only)
 
 
-async def test_who_gives_up_waiting_takes_nobodys_turn_and_ends_nobodys() -> None:
+async def test_a_cancelled_wait_neither_takes_nor_ends_the_delivery_of_another_group() -> None:
     order, in_flight = DeliveryOrder(WAIT), started(0, 0, 0, 0)
     first, second, third, fourth = await begin(order, list(in_flight.values()))
     order.release_next(0, in_flight)
@@ -254,7 +254,7 @@ async def test_who_gives_up_waiting_takes_nobodys_turn_and_ends_nobodys() -> Non
     await end(first, third, fourth)
 
 
-async def test_at_the_end_of_a_run_nobody_waits() -> None:
+async def test_at_the_end_of_a_run_no_group_waits() -> None:
     order, in_flight = DeliveryOrder(WAIT), started(0, 0)
     waiting = await begin(order, [in_flight[0]])
     order.release_all()

@@ -121,7 +121,7 @@ def test_changed_rows_are_refused_by_the_setting_that_names_them() -> None:
         ({"reward_model": {"style": "rule"}}, None),
     ],
 )
-def test_the_answer_may_stand_in_the_mappings_of_a_column(row: dict[str, Any], answer: str | None) -> None:
+def test_the_answer_may_be_inside_a_mapping_column(row: dict[str, Any], answer: str | None) -> None:
     prompt = prompt_set([{"prompt": "q", **row}], answer_key="reward_model.ground_truth").prompt(0)
     assert prompt.answer == answer
     assert prompt.extra.get("reward_model") == row.get("reward_model")

@@ -22,7 +22,7 @@ from tidemill.rollout.reward_pool import RewardPool
 from tidemill.rollout.rewards import Response
 
 DEADLINE_S = 120.0
-ATTEMPTS = 50  # at an answer within a deadline that is short, so that what hangs meets it soon
+ATTEMPTS = 50  # the deadline is short, so that tests of calls that hang are fast
 MINE = """
 import os, time
 def length(response, *, prompt, answer, extra, factor=1): return factor * len(response)
@@ -72,7 +72,7 @@ def children() -> list[int]:
     """The worker processes; Python's resource tracker is shared and stays."""
     found = []
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it ends just now
+        with suppress(psutil.NoSuchProcess):  # it has just ended
             found += [child.pid] if "spawn_main" in " ".join(child.cmdline()) else []
     return found
 
@@ -84,7 +84,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def answer(rewards: RewardPool, response: str = "ok") -> list[tuple[float, dict[str, float]]]:
-    """What a response is worth, whose deadline a busy machine may miss."""
+    """The score of a response; repeated, because a busy machine may miss the short deadline."""
     for _ in range(ATTEMPTS):
         with suppress(RewardTimeoutError):
             return await rewards.score(prompt(), [response])
@@ -99,7 +99,7 @@ async def test_the_reward_is_the_weighted_sum_and_its_parts_have_names(pool: Cal
     assert [total for total, _ in scores] == [1 + 5 + 1 + 7, 0 + 10 + 2 + 7]
 
 
-async def test_a_function_is_told_how_many_tokens_a_response_has(pool: Callable[..., Any]) -> None:
+async def test_a_function_gets_the_number_of_tokens_of_a_response(pool: Callable[..., Any]) -> None:
     long = RewardConfig(function="overlong", options={"budget": 4, "buffer": 2})
     async with pool("mine:tokens", long) as rewards:
         scores = await rewards.score(prompt(), [Response("a", 2), Response("b c d", 4)])
@@ -124,10 +124,10 @@ async def test_a_call_that_hangs_is_killed_in_time_and_the_pool_keeps_its_worker
         assert found[3] == [(1.0, {"slow": 1.0})]
         both = await asyncio.gather(*(answer(rewards) for _ in range(2)))
         assert both == [[(1.0, {"slow": 1.0})]] * 2
-        await until(lambda: len(children()) == 2)  # a killed worker is replaced on the side
+        await until(lambda: len(children()) == 2)  # a killed worker is replaced in the background
 
 
-async def test_a_call_that_never_gives_the_interpreter_back_is_killed_too(pool: Callable[..., Any]) -> None:
+async def test_a_call_that_holds_the_interpreter_lock_is_killed_too(pool: Callable[..., Any]) -> None:
     async with pool(RewardConfig(function="mine:pathological", timeout_s=0.3)) as rewards:
         with pytest.raises(RewardTimeoutError):
             await rewards.score(prompt(), ["a" * 60])
@@ -169,7 +169,7 @@ async def test_a_pool_whose_idle_worker_was_killed_goes_on(pool: Callable[..., A
             os.kill(pid, signal.SIGKILL)
         scores = None
         while scores is None:
-            with suppress(RewardError):  # for as long as nobody has seen that it is dead
+            with suppress(RewardError):  # until the pool has noticed that the worker is dead
                 scores = await rewards.score(prompt(), ["ok"])
         assert scores == [(1.0, {"slow": 1.0})]
 
@@ -181,7 +181,7 @@ async def test_scoring_does_not_hold_up_the_event_loop(pool: Callable[..., Any],
         for _ in range(20):
             await asyncio.sleep(0.01)
         assert not scoring.done()
-        (tmp_path / "go").touch()  # which it waits for, and which is not made before these ticks
+        (tmp_path / "go").touch()  # the reward waits for this file
         assert await scoring == [(1.0, {"waits": 1.0})]
 
 
@@ -240,7 +240,7 @@ def test_workers_find_modules_in_the_working_directory_and_end_when_their_parent
 
 
 class Scorer:
-    """What a Ray actor does with a pool: a good call, then one that hangs."""
+    """A Ray actor that makes a good call, then one that hangs."""
 
     async def score(self, folder: str) -> tuple[Any, str]:
         rewards = [RewardConfig(function="mine:slow", timeout_s=1), RewardConfig(function="mine:length")]

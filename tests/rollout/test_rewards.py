@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from decimal import Decimal
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
+from rollout_rig import CharTokenizer
 
 from tidemill.config.data import DataConfig
 from tidemill.errors import RewardError
-from tidemill.rollout.rewards import BUILT_IN, Response, as_parts, overlong, resolve
+from tidemill.rollout.prompts import PromptSet
+from tidemill.rollout.reward_pool import columns_of
+from tidemill.rollout.rewards import BUILT_IN, Response, apply, as_parts, overlong, resolve
 from tidemill.rollout.sources import load_rows
 
 
@@ -90,13 +95,13 @@ def test_a_function_is_found_by_import_path() -> None:
         ),
     ],
 )
-def test_a_function_that_cannot_be_had_is_refused(name: str, message: str) -> None:
+def test_a_function_that_cannot_be_resolved_is_refused(name: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         resolve(name)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0], {"a": float("nan")}, {"a": None}])
-def test_what_is_no_finite_number_is_refused_with_function_and_value(value: Any) -> None:
+def test_a_value_that_is_no_finite_number_is_refused_with_function_and_value(value: Any) -> None:
     with pytest.raises(RewardError, match=r"reward 'mine(/a)?' returned"):
         as_parts("mine", value)
 
@@ -134,3 +139,35 @@ def test_a_worker_starts_with_the_standard_library_alone() -> None:
     code = "import sys, tidemill.rollout.rewards; print({'numpy', 'pydantic', 'ray', 'torch'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert found.stdout.strip() == "set()"
+
+
+# ---- a reward function of verl, called as docs/from_verl.md says
+
+VERL_PAGE = Path(__file__).parents[2] / "docs/from_verl.md"
+VERL_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    right = (data_source, solution_str, ground_truth, extra_info) == ("sums", "4", "4", {"index": 3})
+    return {RESULT}
+"""
+VERL_ROW = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "2 + 2"}],
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 3},
+}
+
+
+@pytest.mark.parametrize("result", ["scale * right", '{"score": scale * right, "acc": float(right)}'])
+def test_a_reward_function_of_verl_is_called_as_the_page_says(
+    result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = f"ours_{len(result)}", f"theirs_{len(result)}"  # a module of the same name would come from the cache
+    found = re.search(r"```python\n(.+?)```", VERL_PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    (tmp_path / f"{ours}.py").write_text(found[1].replace("my_verl_rewards", theirs))
+    (tmp_path / f"{theirs}.py").write_text(VERL_REWARD.replace("{RESULT}", result))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = DataConfig(train="x.parquet", answer_key="reward_model.ground_truth")
+    columns = columns_of(PromptSet([VERL_ROW], CharTokenizer(True), config, 0).at(0))
+    responses = [Response("4", 1), Response("5", 1)]
+    assert apply(f"{ours}:score", "score", {"scale": 2.0}, columns, responses) == [{"score": 2.0}, {"score": 0.0}]

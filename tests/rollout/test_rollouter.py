@@ -37,7 +37,7 @@ def requests(rig: Rig) -> Counter[int]:
 
 
 class Late(FakeEngine):
-    """Keeps the first response to occurrence 3 back until `arrive` is set."""
+    """Holds the first response to occurrence 3 until `arrive` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ async def test_the_run_generates_no_more_groups_than_its_steps_train() -> None:
     assert sorted(requests(rig)) == rig.uids == list(range(12))
 
 
-async def test_stop_abandons_what_is_in_flight_counts_it_and_closes_the_queue() -> None:
+async def test_stop_cancels_and_counts_the_groups_in_flight_and_closes_the_queue() -> None:
     rig = Rig(faults={uid: Fault("hang") for uid in range(99)})
     run = asyncio.create_task(rig.rollouter.run())
     await settle(lambda: requests(rig).total() == 8)
@@ -102,7 +102,7 @@ async def test_stop_abandons_what_is_in_flight_counts_it_and_closes_the_queue() 
     rig.ledger.check()
 
 
-async def test_what_was_sampled_of_groups_that_are_cancelled_is_waste() -> None:
+async def test_tokens_of_cancelled_groups_are_waste() -> None:
     config, engine = run_config(rollout={"max_new_tokens": 500}), FakeEngine(lengths=(500, 500))
     rig = Rig(config, engines=[engine], timeouts=Timeouts(answer_s=30.0))
     run = asyncio.create_task(rig.rollouter.run())
@@ -211,7 +211,7 @@ async def test_a_group_that_became_too_old_while_it_was_scored_does_not_reach_th
     assert "cancelled/stale" not in await rig.rollouter.stats()
 
 
-async def test_new_weights_give_an_engine_that_failed_another_chance() -> None:
+async def test_an_engine_that_failed_gets_groups_again_after_new_weights() -> None:
     failing, well = FakeEngine(faults={uid: Fault("error", times=1) for uid in range(8)}), FakeEngine()
     rig = Rig(engines=[failing, well])
     run = asyncio.create_task(rig.rollouter.run())
@@ -321,7 +321,7 @@ async def test_a_reward_that_stops_working_ends_the_run_before_it_uses_up_the_pr
     assert len(rig.ledger.quarantined) < 40
 
 
-async def test_an_error_nobody_foresaw_in_a_background_task_ends_the_run() -> None:
+async def test_an_unexpected_error_in_a_background_task_ends_the_run() -> None:
     rig = Rig(rewards=LengthReward(always=KeyError("bug")))
     with pytest.raises(KeyError, match="bug"):
         await asyncio.wait_for(rig.rollouter.run(), 5)
@@ -355,7 +355,7 @@ async def test_a_prompt_is_not_blamed_for_engines_that_are_lost_with_their_machi
 
 
 class Dying(FakeEngine):
-    """Dies when told to; what it has says so one after the other."""
+    """Dies on request; its requests report that one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,8 +369,8 @@ class Dying(FakeEngine):
         raise EngineCrashedError("it died")
 
 
-async def test_all_that_an_engine_had_when_it_died_is_suspect_also_what_says_so_late() -> None:
-    """Though the first one that says so has the engine removed."""
+async def test_all_requests_of_a_crashed_engine_count_also_those_that_report_late() -> None:
+    """Although the first report has the engine removed."""
     rig = Rig(engines=[engine := Dying()])
     run = asyncio.create_task(rig.rollouter.run())
     await settle(lambda: len(engine.requests) == 8)
@@ -418,7 +418,7 @@ async def test_a_full_queue_holds_up_groups_and_loses_none() -> None:
     run = asyncio.create_task(rig.rollouter.run())
     in_flight = rig.rollouter._in_flight
     await settle(lambda: sum(request.stage == "delivering" for request in in_flight.values()) == 16, 60)
-    await asyncio.sleep(1.2)  # two group time-outs, many attempts: waiting for room is no failure
+    await asyncio.sleep(1.2)  # two group time-outs, many attempts: a wait for room is not a failure
     stats = await rig.rollouter.stats()
     assert (stats["delivering"], stats["generating"], rig.queue.arrived) == (16, 0, 4)
     assert rig.ledger.counts() == {"issued": 20, "queued": 20} | dict.fromkeys(
@@ -429,7 +429,7 @@ async def test_a_full_queue_holds_up_groups_and_loses_none() -> None:
     assert rig.uids == list(range(20))
 
 
-async def test_a_prompt_that_always_outlasts_the_bound_is_set_aside_and_the_others_are_trained() -> None:
+async def test_a_prompt_that_always_outlasts_the_bound_is_quarantined_and_the_others_are_trained() -> None:
     config = run_config(trainer={"steps": 12}, rollout={"max_attempts": 3})
     rig = Rig(config, rows=64, faults={2: Fault("hang")})
     assert await rig.run() == 12
@@ -441,7 +441,7 @@ async def test_a_prompt_that_always_outlasts_the_bound_is_set_aside_and_the_othe
     assert sum(name.startswith("2.") for name, _ in rig.engines[0].requests) == 3
 
 
-async def test_what_the_queue_drops_for_room_is_issued_again() -> None:
+async def test_groups_that_the_queue_drops_for_room_are_issued_again() -> None:
     config = run_config(queue={"capacity": 4, "when_full": "drop_oldest"}, asynchrony={"max_staleness": 2})
     rig = Rig(config)
     assert await rig.run() == 5

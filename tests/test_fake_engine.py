@@ -45,7 +45,7 @@ async def test_log_probs_agree_with_score_and_lengths_with_the_budget() -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_an_update_midway_stands_in_the_spans_and_loses_no_token(mode: Any) -> None:
+async def test_an_update_midway_is_recorded_in_the_spans_and_loses_no_token(mode: Any) -> None:
     engine = FakeEngine(lengths=(8, 8), token_delay_s=0.005)
     request = asyncio.create_task(engine.generate("0.0", PROMPT, sampling()))
     await asyncio.sleep(0.02)

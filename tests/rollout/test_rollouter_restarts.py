@@ -1,4 +1,4 @@
-"""Restarts of a run whose generation is far ahead of its training: what waited in the queue is issued again."""
+"""Restarts of a run whose generation is far ahead of its training: queued groups are issued again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_rig import Rig, run_config
 pytestmark = pytest.mark.own_time
 
 AHEAD = 16
-"""Groups that the bound lets exist at once: four batches of four."""
+"""Groups that the bound allows at once: four batches of four."""
 
 
 def settings(steps: int) -> Any:
@@ -20,7 +20,7 @@ def settings(steps: int) -> Any:
 
 
 async def far_ahead(rig: Rig) -> asyncio.Task[None]:
-    """Generation that has filled the queue before anything is trained."""
+    """Let generation fill the queue before the first training step."""
     run = asyncio.create_task(rig.rollouter.run())
     async with asyncio.timeout(20):
         while (await rig.queue.stats())["depth"] < AHEAD:
@@ -29,7 +29,7 @@ async def far_ahead(rig: Rig) -> asyncio.Task[None]:
 
 
 async def resumed(before: Rig, run: asyncio.Task[None]) -> Rig:
-    """The run killed now and begun again from the ledger of its newest version."""
+    """Kill the run and start it again from the ledger of its newest version."""
     state = json.loads(json.dumps(await before.rollouter.ledger_state()))
     run.cancel()
     after = Rig(before.config, rows=before.rows, state=state, version=before.version)
