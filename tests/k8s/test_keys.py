@@ -19,7 +19,7 @@ OWNER = {"MINIO_ROOT_USER": "owner", "MINIO_ROOT_PASSWORD": "of the store"}
 
 
 def run(command: list[str], env: Mapping[str, str], programs: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of a manifest with a fake server that prints its arguments and keys."""
+    """Run a command of a manifest with fake servers that print their arguments."""
     for name in ("minio", "mlflow"):
         (programs / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         (programs / name).chmod(0o755)

@@ -11,7 +11,6 @@ import os
 import secrets
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from cluster_rig import NAMESPACES, SERVICE_ACCOUNTS, ClusterRun, with_token
 from tidemill.errors import StoreError
 from tidemill.kuberay.client import KubernetesCluster
 from tidemill.kuberay.cluster import NODES, SECRETS, Kind
+from tidemill.retry import retrying
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.seaweedfs import choose_ports, find_binary
 
@@ -99,14 +99,7 @@ def address_for_pods(admin: KubernetesCluster) -> str:
 
 
 def connected(endpoint: str, keys: tuple[str, str]) -> ObjectStore:
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            return ObjectStore.connect(endpoint, "tidemill", *keys)
-        except StoreError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
+    return retrying(StoreError, 120, 0.2)(ObjectStore.connect, endpoint, "tidemill", *keys)
 
 
 @pytest.fixture

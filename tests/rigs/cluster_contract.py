@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 
 from tidemill.errors import ClusterError
 from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS, Cluster, Kind, name_of
+from tidemill.retry import wait_for
 
 NOTHING = Kind("tidemill.dev", "v1", "nothings", provided_by="nobody")
 WAIT_S = 120.0
@@ -35,10 +35,7 @@ def notes(name: str, **metadata: object) -> dict[str, object]:
 
 def eventually(holds: Callable[[], bool]) -> None:
     """Wait: deletion in the foreground takes time."""
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert wait_for(holds, WAIT_S, 0.1)
 
 
 class ClusterContract:

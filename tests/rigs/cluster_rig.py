@@ -7,8 +7,6 @@ import io
 import json
 import os
 import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from tidemill.kuberay.watch import EventOutput, Watcher
 from tidemill.observe.console import Progress
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
+from tidemill.retry import wait_for
 from tidemill.store.object_store import ObjectStore
 
 IMAGE = os.environ.get("TIDEMILL_TEST_IMAGE", "localhost/tidemill-stub:1")
@@ -124,10 +123,7 @@ class ClusterRun:
 
     def until(self, what: Callable[[], object], seconds: float = 240.0) -> None:
         """Wait for something."""
-        deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline, f"not within {seconds:.0f} s:\n{self.output.getvalue()}\n{self.left()}"
-            threading.Event().wait(POLL_S)
+        assert wait_for(what, seconds, POLL_S), f"not within {seconds:.0f} s:\n{self.output.getvalue()}\n{self.left()}"
 
     def until_shown(self, text: str, seconds: float = 240.0) -> None:
         """Wait until a text is in the log of the step."""

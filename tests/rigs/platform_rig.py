@@ -9,7 +9,6 @@ import re
 import secrets
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tidemill.retry import wait_for
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
@@ -195,7 +196,4 @@ def pod(name: str, image: str, **changes: Mapping[str, Any] | list[Any] | str) -
 
 def eventually(what: str, probe: Any, seconds: float = 60) -> None:
     """Wait until a probe is true."""
-    deadline = time.monotonic() + seconds
-    while not probe():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.5)
+    assert wait_for(probe, seconds, 0.5), f"{what}: not within {seconds:.0f} s"

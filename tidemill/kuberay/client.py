@@ -254,28 +254,25 @@ class KubernetesCluster:
         raise ClusterError(f"cannot {what} in namespace {self.namespace}: {said} ({status})")
 
 
-def is_gone(status: int, text: str) -> bool:
-    """Whether an answer says that the object does not exist; an unknown kind gives another 404."""
-    if status != 404:
-        return False
+def status_object(text: str) -> Mapping[str, Any]:
+    """The `Status` object of an answer; empty if the answer is something else, such as a page of a proxy."""
     try:
-        return bool(json.loads(text).get("details", {}).get("name"))
-    except (ValueError, AttributeError):
-        return False  # a plain 404 page, for an unknown URL
+        answer = json.loads(text)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) and answer.get("kind") == "Status" else {}
+
+
+def is_gone(status: int, text: str) -> bool:
+    """Whether an answer says that the object does not exist; an unknown kind gives a 404 without an object's name."""
+    return status == 404 and bool((status_object(text).get("details") or {}).get("name"))
 
 
 def reason_of(text: str) -> str:
     """The machine-readable reason of a refusal, "" without one."""
-    try:
-        answer = json.loads(text)
-        return str(answer.get("reason", "")) if answer.get("kind") == "Status" else ""
-    except (ValueError, AttributeError):
-        return ""
+    return str(status_object(text).get("reason") or "")
 
 
 def message_of(text: str) -> str:
     """The message of a refusal."""
-    try:
-        return str(json.loads(text)["message"])
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:500]
+    return str(status_object(text).get("message") or text.strip()[:500])

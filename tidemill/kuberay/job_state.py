@@ -175,9 +175,7 @@ def waits_for(pod: Object, events: Sequence[Object]) -> Wait | None:
     warnings = [event for event in events if about(event, pod) and event.get("type") == "Warning"]
     if warnings:
         return Wait(f"{warnings[-1].get('reason')}: {warnings[-1].get('message', '')}", since)
-    return (
-        Wait("its containers are being created", since) if scheduled is not None else Wait("not scheduled yet", since)
-    )
+    return Wait("not scheduled yet" if scheduled is None else "its containers are being created", since)
 
 
 def containers(pod: Object) -> Iterator[Mapping[str, Any]]:
@@ -242,14 +240,14 @@ def refused(job: Object, status: Mapping[str, Any], events: Sequence[Object], no
     conditions = (status.get("rayClusterStatus") or {}).get("conditions") or ()
     for condition in conditions:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
-            old = now - seconds(condition["lastTransitionTime"])
-            return explain_refusal(condition["message"]) if old >= GRACE_S / 3 else None
+            age = now - seconds(condition["lastTransitionTime"])
+            return explain_refusal(condition["message"]) if age >= GRACE_S / 3 else None
     owners, created = (name_of(job), status.get("rayClusterName")), seconds(job["metadata"]["creationTimestamp"])
     for event in events:
-        failed = str(event.get("reason", "")).startswith("FailedToCreate")
+        refusal = str(event.get("reason", "")).startswith("FailedToCreate")
         if seconds(event.get("lastTimestamp") or job["metadata"]["creationTimestamp"]) < created:
             continue  # about an earlier RayJob of this name
-        if failed and event.get("involvedObject", {}).get("name") in owners and event.get("count", 1) > 1:
+        if refusal and event.get("involvedObject", {}).get("name") in owners and event.get("count", 1) > 1:
             return explain_refusal(event.get("message", ""))
     return None
 
