@@ -42,10 +42,10 @@ from results.row import Row, write_rows
 from tidemill.protocols import WeightUpdate
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
-from tidemill.weights.mapped_weights import MappedWeights
-from tidemill.weights.outbox import MemoryOutbox
-from tidemill.weights.publisher import WeightPublisher
-from tidemill.weights.receiver import Receiver
+from tidemill.weights.download import WeightDownloader
+from tidemill.weights.tensor_files import MappedWeights
+from tidemill.weights.transport import SharedMemoryTransport
+from tidemill.weights.upload import WeightUploader
 
 FOLDER = Path("/dev/shm")
 SIDE = 1024  # a tensor has this many rows and columns: 2 MiB
@@ -113,9 +113,11 @@ class Ways:
         # As in a run, where a process exports to one folder and reads from one.
         self.exports, self.adopted = defaultdict(MappedWeights), defaultdict(MappedWeights)
         self.outdated: WeightUpdate | None = None
-        self.outbox = MemoryOutbox(self.folder / "outbox", self.export)
-        self.publishers = {way: WeightPublisher(f"runs/{n}", n) for way, n in ((DELTA, 1 << 30), (FULL, 1))}
-        self.receivers = {way: Receiver(self.folder / f"{n}", self.opened, 60) for n, way in enumerate(self.publishers)}
+        self.transport = SharedMemoryTransport(self.folder / "transport", self)
+        self.uploaders = {way: WeightUploader(f"runs/{n}", n) for way, n in ((DELTA, 1 << 30), (FULL, 1))}
+        self.downloaders = {
+            way: WeightDownloader(self.folder / f"{n}", self.opened, 60) for n, way in enumerate(self.uploaders)
+        }
         self.stored: dict[str, float] = {}
 
     @contextmanager
@@ -160,19 +162,19 @@ class Ways:
 
     async def shared_memory(self) -> None:
         """One of two files in memory, which stay mapped on both sides."""
-        await self.outbox.export()
-        update = (await self.outbox.send(self.version)).update
+        await self.transport.export()
+        update = (await self.transport.send(self.version)).update
         self.adopt(update)
         if self.outdated:
-            self.outbox.retire(self.outdated)
+            self.transport.release(self.outdated)
         self.outdated = update
 
     async def object_store(self, way: str) -> None:
         """Through S3, from an export to a fetched file."""
         path = self.folder / "export.safetensors"
         await self.export(path)
-        publication = self.publishers[way].publish(self.store, self.version, path)
-        async with self.receivers[way].local(publication.update) as local:
+        publication = self.uploaders[way].publish(self.store, self.version, path)
+        async with self.downloaders[way].local(publication.update) as local:
             self.adopt(local)
         self.stored[way] = publication.metrics["sync/stored_bytes"]
 
@@ -185,9 +187,9 @@ class Ways:
 
     def close(self) -> None:
         """Free the memory."""
-        for receiver in self.receivers.values():
-            receiver.close()
-        self.outbox.close()
+        for downloader in self.downloaders.values():
+            downloader.close()
+        self.transport.close()
 
     async def passes(self, names: Sequence[str], count: int) -> dict[str, float]:
         """Median milliseconds of these ways, which take turns, also at being first."""

@@ -215,7 +215,8 @@ class Group:
         p = self.prompt
         prompt = {"uid": p.uid, "row": p.row, "text": p.text, "answer": p.answer, "extra": dict(p.extra)}
         header = {"prompt": prompt, "rollouts": [rollout_header(r) for r in self.rollouts]}
-        blob: bytes = save_arrays(arrays, metadata={"group": json.dumps(header)})
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        blob: bytes = save_arrays(arrays)
         return blob
 
     @classmethod
@@ -226,9 +227,8 @@ class Group:
             DataError: the blob is not an encoded group.
         """
         try:
-            blob = bytes(blob)
-            arrays = load_arrays(blob)
-            header = json.loads(read_metadata(blob)["group"])
+            arrays = load_arrays(bytes(blob))
+            header = json.loads(arrays["header"].tobytes())
             prompt = Prompt(token_ids=arrays["prompt"], **header["prompt"])
             return cls(prompt, tuple(decode_rollouts(arrays, header["rollouts"])))
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -290,10 +290,3 @@ def decode_rollouts(arrays: Mapping[str, NDArray[Any]], headers: Sequence[dict[s
         )
         start = end
     return rollouts
-
-
-def read_metadata(blob: bytes) -> dict[str, str]:
-    """The string metadata of a safetensors blob (8-byte little-endian header length, then JSON)."""
-    length = int.from_bytes(blob[:8], "little")
-    metadata: dict[str, str] = json.loads(blob[8 : 8 + length])["__metadata__"]
-    return metadata

@@ -24,7 +24,7 @@ class CrowdedActor(EngineActor):
     """The shell of an engine around one whose generations stay at their first token until the next weights."""
 
     def __init__(self) -> None:
-        self.receiver = None
+        self.downloader = None
         self.engine = FakeEngine(lengths=(3, 3), faults={uid: Fault("straggle", times=1) for uid in range(CROWD)})
 
 

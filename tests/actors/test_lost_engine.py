@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from sync_rig import FakeWeights
 from tiny_model import make_tiny_model
 
 from tidemill.actors.engine import EngineActor, RemoteEngine, engine_shell
@@ -25,10 +25,10 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import EngineLostError
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import Sampling
-from tidemill.records import EngineId, Float32Array, Int32Array
+from tidemill.records import EngineId
 from tidemill.rollout.fleet import Fleet, FleetLimits
-from tidemill.weights.outbox import MemoryOutbox
 from tidemill.weights.synchronizer import Synchronizer
+from tidemill.weights.transport import SharedMemoryTransport
 
 pytestmark = pytest.mark.slow
 CANARY = np.arange(6, dtype=np.int32)
@@ -43,7 +43,7 @@ class FakeActor(EngineActor):
     def __init__(self) -> None:
         import subprocess
 
-        self.receiver = None
+        self.downloader = None
         self.engine = FakeEngine(faults={1007: Fault("hang")}, token_delay_s=0.01)
         self.child = subprocess.Popen(["sleep", "600"])
 
@@ -95,19 +95,12 @@ def start(engine_id: EngineId) -> RemoteEngine:
     return RemoteEngine(engine_id, engine_shell(FakeActor, Place(), {}).remote())
 
 
-async def uniform(tokens: Int32Array) -> Float32Array:
-    return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
-
-
-async def export(path: Path) -> int:
-    return path.write_bytes(b"weights")
-
-
 @asynccontextmanager
 async def fleet_of(
     folder: Path, engines: list[RemoteEngine], pool: Pool, limits: FleetLimits = LIMITS
 ) -> AsyncIterator[Fleet]:
-    synchronizer = Synchronizer(SyncConfig(), MemoryOutbox(folder / "shm", export), uniform, CANARY)
+    source = FakeWeights()
+    synchronizer = Synchronizer(SyncConfig(), SharedMemoryTransport(folder / "shm", source), source, CANARY)
     fleet = Fleet(engines, start, limits, pool, synchronizer, lambda text: None)
     await asyncio.gather(*(engine.start() for engine in engines))
     async with asyncio.timeout(DEADLINE_S), fleet.kept():
@@ -176,7 +169,8 @@ async def test_a_rollouter_in_a_process_of_its_own_loses_no_group_with_an_engine
     queue, engines = start_queue(config.queue_capacity, 1, "block"), [start(EngineId(0)), start(EngineId(1))]
     generation = start_rollouter(config, config.model, engines, queue, None, 0)
     await generation.start()
-    synchronizer = Synchronizer(SyncConfig(), MemoryOutbox(tmp_path / "shm", export), uniform, CANARY)
+    source = FakeWeights()
+    synchronizer = Synchronizer(SyncConfig(), SharedMemoryTransport(tmp_path / "shm", source), source, CANARY)
     fleet = Fleet(engines, start, LIMITS, generation, synchronizer, lambda text: None)
     trained: list[int] = []
     async with asyncio.timeout(DEADLINE_S), fleet.kept():

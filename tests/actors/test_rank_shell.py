@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tidemill.cluster.local import weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.errors import SyncError
 from tidemill.protocols import WeightUpdate
-from tidemill.weights.outbox import Publication
+from tidemill.weights.transport import Publication
 
 
 @pytest.fixture
@@ -44,18 +44,21 @@ def run_config(folder: Path) -> RunConfig:
 
 
 class Full:
-    """A policy whose weights do not fit into the memory of its pod."""
+    """Files in the memory of a pod, where nothing fits any more."""
 
+    def write(self, path: Path, *_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+class NoModel:
     device = "cpu"
-
-    def export(self, path: str, dtype: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", path)
+    parameters: Mapping[str, Any] = {}
 
 
 def test_weights_that_do_not_fit_on_their_way_to_the_store_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     run = run_config(tmp_path)
     rank = RankActor(run, "none", 0, None)
-    rank.policy = Full()  # type: ignore[assignment]
+    rank.policy, rank.files = NoModel(), Full()  # type: ignore[assignment]
     try:
         with pytest.raises(SyncError, match=r"no room for the weights in .* enlarge /dev/shm"):
             rank.write_weights()
@@ -69,7 +72,7 @@ async def test_a_version_is_uploaded_and_once_more_beside_a_training_step(tmp_pa
     """Else engines, or one that joins, would wait for the step, which may last longer than the deadline of a sync."""
     import ray
 
-    class Publisher:  # in here, so that it travels whole: no worker could import this module
+    class Uploader:  # in here, so that it travels whole: no worker could import this module
         def __init__(self, both: threading.Barrier) -> None:
             self.both = both
 
@@ -83,7 +86,7 @@ async def test_a_version_is_uploaded_and_once_more_beside_a_training_step(tmp_pa
     class Busy(RankActor):
         def __init__(self, config: RunConfig) -> None:
             self.config, self.claim, self.both = config, None, threading.Barrier(2)
-            self.publisher = Publisher(self.both)  # type: ignore[assignment]
+            self.uploader = Uploader(self.both)  # type: ignore[assignment]
 
         def store(self) -> Any:
             return nullcontext()
@@ -98,5 +101,5 @@ async def test_a_version_is_uploaded_and_once_more_beside_a_training_step(tmp_pa
     step = asyncio.create_task(ranks.update([[]], 1.0, 0))
     await asyncio.sleep(0)
     publication = await ranks.upload_weights(3)
-    await ranks.republish_weights()
+    await ranks.upload_snapshot()
     assert (publication.update.version, await step) == (3, {"published beside it": 1.0})

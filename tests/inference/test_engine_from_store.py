@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from tidemill.config.run import RunConfig
 from tidemill.records import Float32Array, Int32Array
 from tidemill.store.server import open_store
 from tidemill.weights.manifest import weights_prefix
-from tidemill.weights.outbox import Publication, StoreOutbox
 from tidemill.weights.synchronizer import Synchronizer
+from tidemill.weights.transport import ObjectStoreTransport, Publication
 
 # vLLM warns while it is imported; that is not ours to fail on.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -40,29 +41,36 @@ def config(folder: Path) -> RunConfig:
     )
 
 
+@dataclass
+class OneRank:
+    """A trainer of one rank, in this process."""
+
+    rank: RankActor
+
+    async def write_weights(self) -> None:
+        await asyncio.to_thread(self.rank.write_weights)
+
+    async def upload_weights(self, version: int) -> Publication:
+        return await asyncio.to_thread(self.rank.upload_weights, version)
+
+    async def upload_snapshot(self) -> Publication:
+        return await asyncio.to_thread(self.rank.upload_snapshot)
+
+    async def score(self, tokens: Int32Array) -> Float32Array:
+        return self.rank.score(tokens)
+
+
 async def test_an_engine_computes_what_was_published_through_the_store(tmp_path: Path) -> None:
     """Version 0 comes whole and 2 as a delta; the canary compares the numbers of both sides."""
     run = config(tmp_path)
     rank, engine = RankActor(run, run.model, 0, None), EngineActor(run, run.model, 0)
-
-    async def write() -> None:
-        await asyncio.to_thread(rank.write_weights)
-
-    async def upload(version: int) -> Publication:
-        return await asyncio.to_thread(rank.upload_weights, version)
-
-    async def republish() -> Publication:
-        return await asyncio.to_thread(rank.republish_weights)
-
-    async def score(tokens: Int32Array) -> Float32Array:
-        return rank.score(tokens)
-
+    source = OneRank(rank)
     with open_store(run.store, run.output) as store:
         rank.load(None)
         await engine.start()
         try:
-            outbox = StoreOutbox(write, upload, republish, store, weights_prefix(run.name))
-            publisher = SyncRig(Synchronizer(run.sync, outbox, score, PROMPT), engine)
+            transport = ObjectStoreTransport(source, store, weights_prefix(run.name))
+            publisher = SyncRig(Synchronizer(run.sync, transport, source, PROMPT), engine)
             await publisher.publish(0, "keep")
             for parameter in rank.policy.parameters.values():
                 parameter.data[:2] *= 1.5

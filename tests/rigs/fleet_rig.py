@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from rollout_rig import Rig, run_config
+from sync_rig import FakeWeights, uniform, write
 
 from tidemill.config.asynchrony import SyncConfig
 from tidemill.errors import EngineCrashedError, EngineLostError
@@ -22,8 +22,8 @@ from tidemill.rollout.failures import LOSSES
 from tidemill.rollout.fleet import Fleet, FleetLimits
 from tidemill.rollout.group_request import Timeouts
 from tidemill.rollout.prompts import PromptSet
-from tidemill.weights.outbox import MemoryOutbox
 from tidemill.weights.synchronizer import Synchronizer
+from tidemill.weights.transport import SharedMemoryTransport
 
 CANARY = np.arange(6, dtype=np.int32)
 DEADLINE_S = 10.0
@@ -104,14 +104,6 @@ class Mortal(FakeMember):
         return await super().generate(request_id, prompt_ids, sampling)
 
 
-async def uniform(tokens: Int32Array) -> Float32Array:
-    return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
-
-
-async def export(path: Path) -> int:
-    return path.write_bytes(b"weights")
-
-
 @dataclass
 class Crew:
     """A rollouter, a trainer that counts, and a fleet of fakes.
@@ -129,7 +121,7 @@ class Crew:
     losses: int = LOSSES
     held_out: PromptSet | None = None
     elasticity: Elasticity | None = None
-    export: Callable[[Path], Awaitable[int]] = export
+    export: Callable[[Path], Awaitable[int]] = write
     score: Callable[[Int32Array], Awaitable[Float32Array]] = uniform
     rows: int = 200
     state: Mapping[str, Any] | None = None
@@ -148,8 +140,9 @@ class Crew:
             version=self.version,
             timeouts=TIMEOUTS,
         )
-        outbox = MemoryOutbox(self.folder / "shm", self.export)
-        self.synchronizer = Synchronizer(SyncConfig(timeout_s=0.5), outbox, self.score, CANARY)
+        source = FakeWeights(self.export, self.score)
+        transport = SharedMemoryTransport(self.folder / "shm", source)
+        self.synchronizer = Synchronizer(SyncConfig(timeout_s=0.5), transport, source, CANARY)
         self.fleet = Fleet(
             self.members,
             self.begin,

@@ -56,7 +56,7 @@ class NoRanks:
 
 @dataclass(repr=False)
 class Loop:
-    """One run; implements `Ranks`, `Publisher` and `Observer` around the parts, to see what they are asked.
+    """One run; implements `Ranks`, `Publishing` and `Observer` around the parts, to see what they are asked.
 
     Attributes:
         steps, syncs: what was under way at each.

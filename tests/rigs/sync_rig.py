@@ -1,12 +1,33 @@
-"""Engines that a synchronizer brings versions to, without a fleet."""
+"""A trainer whose weights are fake, and engines that a synchronizer brings versions to without a fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 from tidemill.protocols import Engine, PauseMode
-from tidemill.records import EngineId
+from tidemill.records import EngineId, Float32Array, Int32Array
 from tidemill.weights.synchronizer import Synchronizer
+
+
+async def write(path: Path) -> int:
+    return path.write_bytes(b"weights")
+
+
+async def uniform(tokens: Int32Array) -> Float32Array:
+    return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
+
+
+@dataclass
+class FakeWeights:
+    """A `WeightSource` on this host, whose log-probs are those of `FakeEngine`."""
+
+    export: Callable[[Path], Awaitable[int]] = write
+    score: Callable[[Int32Array], Awaitable[Float32Array]] = uniform
 
 
 class SyncRig:

@@ -23,13 +23,13 @@ from transformers import (
 
 from tidemill.errors import ModelError
 from tidemill.train.model import load_meta_model, load_model
-from tidemill.train.tensor_file import write_tensors
+from tidemill.weights.tensor_files import MappedWeights, write_tensors
 
 
 def test_export_leaves_out_the_tied_head(llama: Path, tmp_path: Path) -> None:
     rank = make_rank(llama)
     path = tmp_path / "weights.safetensors"
-    nbytes = rank.export(str(path), torch.bfloat16)
+    nbytes = MappedWeights().write(path, rank.parameters, torch.bfloat16)
     tensors = load_file(path)
     assert tensors.keys() == load_file(llama / "model.safetensors").keys()
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
@@ -39,7 +39,7 @@ def test_export_leaves_out_the_tied_head(llama: Path, tmp_path: Path) -> None:
 
 def test_export_keeps_a_head_of_its_own(tmp_path: Path) -> None:
     rank = make_rank(save_llama(tmp_path / "model", tied=False))
-    rank.export(tmp_path / "weights", torch.float32)
+    MappedWeights().write(tmp_path / "weights", rank.parameters, torch.float32)
     assert torch.equal(load_file(tmp_path / "weights")["lm_head.weight"], rank.model.lm_head.weight)
 
 

@@ -21,8 +21,8 @@ from tidemill.config.training import AlgorithmConfig
 from tidemill.records import Float32Array, Group
 from tidemill.train.batch import step_denominator
 from tidemill.train.policy import PolicyRank
-from tidemill.train.sharding import World
-from tidemill.train.tensor_file import write_tensors
+from tidemill.train.sharding import World, full_tensor
+from tidemill.weights.tensor_files import MappedWeights, write_tensors
 
 DEADLINE_S = 500
 STEPS = 3
@@ -97,22 +97,26 @@ def stored(policy: PolicyRank) -> tuple[int, int]:
     return sum(part.nbytes for part in rows.values()), sum(padded)
 
 
+def export(policy: PolicyRank, path: Path) -> None:
+    MappedWeights().write(policy.written(path), policy.parameters, torch.float32, full_tensor)
+
+
 def train_rank(folder: str, name: str, rank: int, size: int, port: int) -> None:
     """What a process runs; the last update has no target on any rank. Only the first rank has the model's weights."""
     root, case = Path(folder), CASES[name]
     policy = case.policy(root / ("model" if rank == 0 else "shapes"), World(rank, size, f"tcp://127.0.0.1:{port}"))
-    policy.export(root / "first", torch.float32)
-    write_tensors(policy.written(root / "gradients"), gradients(policy))
+    export(policy, root / "first")
+    write_tensors(policy.written(root / "gradients"), gradients(policy), gather=full_tensor)
     reports = train(policy, case, range(2))
     policy.save_state(root / "state")
     reports += train(policy, case, range(2, STEPS))
-    policy.export(root / "whole", torch.float32)
+    export(policy, root / "whole")
     policy.save_model(root / "folder")
     scores = policy.score(TOKENS).tolist()
     for source in ("state", "alone"):
         policy.load_state(root / source)
         reports += train(policy, case, range(2, STEPS))
-        policy.export(root / f"from_{source}", torch.float32)
+        export(policy, root / f"from_{source}")
     assert policy.update([], 5.0, STEPS)["skipped"] == 1
     found = {"reports": reports, "scores": scores, "stored": stored(policy)}
     (root / f"rank{rank}.json").write_text(json.dumps(found))
@@ -149,7 +153,7 @@ def test_two_ranks_with_half_the_parameters_each_do_what_one_does(tmp_path: Path
     alone = case.policy(save_llama(tmp_path / "model", tied=case.tied), World())
     (tmp_path / "shapes").mkdir()
     shutil.copy(tmp_path / "model/config.json", tmp_path / "shapes")
-    alone.export(tmp_path / "first_alone", torch.float32)
+    export(alone, tmp_path / "first_alone")
     wanted = gradients(alone)
     reports = train(alone, case, range(2))
     alone.save_state(tmp_path / "alone")

@@ -102,7 +102,7 @@ async def test_every_step_consumes_a_full_batch_and_publishes_the_next_version()
     trainer = make_trainer(rig)
     await fit(trainer, rig)
     assert trainer.position.step == trainer.position.version == 5
-    assert trainer.publisher.versions == [1, 2, 3, 4, 5]
+    assert trainer.fleet.versions == [1, 2, 3, 4, 5]
     assert trainer.position.groups == rig.ledger.trained_count == rig.queue.trained == 20
     assert rig.queue.leases == {}  # all acknowledged
 
@@ -123,7 +123,7 @@ async def test_weights_are_synced_every_trigger_steps() -> None:
     config = run_config(asynchrony={"trigger_parameter_sync_step": 2}, trainer={"steps": 4})
     trainer = make_trainer(rig := Rig(config))
     await fit(trainer, rig)
-    assert (trainer.position.step, trainer.publisher.versions) == (4, [1, 2])
+    assert (trainer.position.step, trainer.fleet.versions) == (4, [1, 2])
     assert trainer.ranks.versions == [0, 0, 1, 1]
 
 
@@ -310,7 +310,7 @@ async def test_the_last_updates_are_synced_though_the_steps_are_no_multiple_of_t
     config = run_config(asynchrony={"trigger_parameter_sync_step": 3}, trainer={"steps": 8})
     trainer = make_trainer(rig := Rig(config))
     await fit(trainer, rig)
-    assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (8, 0, [1, 2, 3])
+    assert (trainer.position.step, trainer.position.unsynced, trainer.fleet.versions) == (8, 0, [1, 2, 3])
     assert ["time/sync" in metrics for metrics in trainer.observer.steps] == [False, False, True] * 2 + [False, True]
     assert rig.ledger.trained_count == 32
 
@@ -339,7 +339,7 @@ async def test_a_stop_ends_the_run_after_the_step_under_way_with_a_sync() -> Non
     trainer.ranks = StoppingRanks(trainer=trainer)
     await fit(trainer, rig)
     position = trainer.position
-    assert (position.step, position.unsynced, trainer.publisher.versions) == (3, 0, [1, 2])
+    assert (position.step, position.unsynced, trainer.fleet.versions) == (3, 0, [1, 2])
     assert rig.ledger.trained_count == position.groups == 12
     assert trainer.observer.notices == ["the run is stopped (the budget is used up) after step 3"]
     assert [step for step, _ in trainer.observer.syncs] == [3]  # which no step could report any more
@@ -365,11 +365,11 @@ async def test_an_immediate_stop_needs_no_engine_and_the_next_sync_makes_up_for_
 
     stopped.ranks.update = update
     await fit(stopped, rig)
-    assert (stopped.position.step, stopped.position.unsynced, stopped.publisher.versions) == (2, 1, [1])
+    assert (stopped.position.step, stopped.position.unsynced, stopped.fleet.versions) == (2, 1, [1])
     rest = Rig(rig.config, engines=rig.engines, state=rig.ledger.state(), version=1)
     trainer = make_trainer(rest, stopped.position)
     await fit(trainer, rest)
-    assert (trainer.position.step, trainer.position.unsynced, trainer.publisher.versions) == (5, 0, [2, 3, 4])
+    assert (trainer.position.step, trainer.position.unsynced, trainer.fleet.versions) == (5, 0, [2, 3, 4])
 
 
 @pytest.mark.parametrize("bound", [{"max_staleness": 0}, {"max_staleness": 1, "staleness_strategy": "wait"}])
@@ -380,7 +380,7 @@ async def test_after_an_immediate_stop_in_the_middle_of_a_version_a_whole_one_be
     stopped = make_trainer(rig := Rig(config))
     stopped.ranks = StoppingRanks(trainer=stopped, immediate=True)
     await fit(stopped, rig)
-    assert (stopped.position.step, stopped.position.unsynced, stopped.publisher.versions) == (3, 1, [1])
+    assert (stopped.position.step, stopped.position.unsynced, stopped.fleet.versions) == (3, 1, [1])
     rest = Rig(config, engines=rig.engines, state=rig.ledger.state(), version=1)
     trainer = make_trainer(rest, stopped.position)
     await fit(trainer, rest)
@@ -405,7 +405,7 @@ async def test_the_last_updates_are_synced_where_the_data_ends_before_the_trigge
     trainer = make_trainer(rig := Rig(config, rows=17))
     await fit(trainer, rig)
     assert (trainer.position.step, trainer.position.groups) == (5, 17)
-    assert (trainer.position.unsynced, trainer.publisher.versions) == (0, [1, 2])
+    assert (trainer.position.unsynced, trainer.fleet.versions) == (0, [1, 2])
 
 
 async def test_a_run_that_ended_between_two_syncs_can_be_prolonged() -> None:
@@ -418,7 +418,7 @@ async def test_a_run_that_ended_between_two_syncs_can_be_prolonged() -> None:
     await longer.engines[0].update_weights(WeightUpdate(2, "", 0), "keep")
     again = make_trainer(longer, trainer.position)
     await fit(again, longer)
-    assert (again.position.step, again.publisher.versions) == (8, [3, 4, 5])
+    assert (again.position.step, again.fleet.versions) == (8, [3, 4, 5])
     assert longer.ledger.trained_count == again.position.groups == 32
     assert again.position.max_age <= 1
     assert "dropped/stale" not in longer.ledger.counts()  # groups started at the pace of the versions that were trained

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sync_rig import SyncRig
+from sync_rig import FakeWeights, SyncRig, uniform, write
 
 from tidemill.config.asynchrony import SyncConfig
 from tidemill.errors import RETRYABLE, ChainError, EngineError, EngineLostError, RunError, StoreError, SyncError
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.records import EngineId
-from tidemill.weights.outbox import MemoryOutbox, Publication
 from tidemill.weights.synchronizer import Synchronizer
+from tidemill.weights.transport import Publication, SharedMemoryTransport
 
 pytestmark = pytest.mark.own_time
 
@@ -70,18 +69,18 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def export(path: Path) -> int:
-    return path.write_bytes(b"weights")
-
-
-async def uniform(tokens: Any) -> Any:
-    return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
-
-
 def rig(tmp_path: Path, *engines: FakeEngine, score: Any = uniform, **options: Any) -> SyncRig:
     expected = options.pop("expected_nbytes", 0)
-    outbox = MemoryOutbox(tmp_path / "shm", export, expected)
-    return SyncRig(Synchronizer(SyncConfig(**options), outbox, score, CANARY), *engines)
+    source = FakeWeights(score=score)
+    transport = SharedMemoryTransport(tmp_path / "shm", source, expected)
+    return SyncRig(Synchronizer(SyncConfig(**options), transport, source, CANARY), *engines)
+
+
+def exporting(tmp_path: Path, export: Any) -> SyncRig:
+    source = FakeWeights(export)
+    return SyncRig(
+        Synchronizer(SyncConfig(), SharedMemoryTransport(tmp_path / "shm", source), source, CANARY), FakeEngine()
+    )
 
 
 async def test_every_engine_adopts_the_version(tmp_path: Path) -> None:
@@ -288,7 +287,7 @@ async def test_weights_that_turn_out_not_to_fit_are_an_error_that_says_what_to_d
     async def full(path: Path) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    publisher = SyncRig(Synchronizer(SyncConfig(), MemoryOutbox(tmp_path / "shm", full), uniform, CANARY), FakeEngine())
+    publisher = exporting(tmp_path, full)
     with pytest.raises(SyncError, match=r"an unknown number of bytes needed, .* enlarge /dev/shm"):
         await publisher.publish(1, "keep")
 
@@ -327,12 +326,13 @@ async def test_the_trainer_may_learn_on_as_soon_as_a_version_is_exported_and_is_
         asked.append(exported.is_set())
         return await uniform(tokens)
 
-    async def write(path: Path) -> int:
+    async def export(path: Path) -> int:
         asked.append(exported.is_set())
-        return await export(path)
+        return await write(path)
 
-    outbox = MemoryOutbox(tmp_path / "shm", write)
-    publisher = SyncRig(Synchronizer(SyncConfig(), outbox, score, CANARY), engine)
+    source = FakeWeights(export, score)
+    transport = SharedMemoryTransport(tmp_path / "shm", source)
+    publisher = SyncRig(Synchronizer(SyncConfig(), transport, source, CANARY), engine)
     publication = asyncio.create_task(publisher.publish(4, "keep", exported.set))
     await exported.wait()
     assert await engine.version() == 0
@@ -381,7 +381,7 @@ async def test_an_engine_that_computes_something_else_does_not_join(tmp_path: Pa
 
 
 class Damaged:
-    """An outbox whose versions cannot be read, until they are written whole."""
+    """A transport whose versions cannot be read, until they are written whole."""
 
     async def export(self) -> None:
         """Nothing is in it yet."""
@@ -393,7 +393,7 @@ class Damaged:
     async def snapshot(self) -> Publication:
         return Publication(WeightUpdate(self.version, "whole", 1), {"sync/full": 1.0})
 
-    def retire(self, update: WeightUpdate) -> None:
+    def release(self, update: WeightUpdate) -> None:
         """Keep everything."""
 
     def close(self) -> None:
@@ -410,7 +410,7 @@ class Slow(Damaged):
 
 async def test_the_trainer_learns_on_while_a_version_is_sent() -> None:
     exported = asyncio.Event()
-    publisher = SyncRig(Synchronizer(SyncConfig(), Slow(), uniform, CANARY), FakeEngine())
+    publisher = SyncRig(Synchronizer(SyncConfig(), Slow(), FakeWeights(), CANARY), FakeEngine())
     publication = asyncio.create_task(publisher.publish(4, "keep", exported.set))
     await exported.wait()
     assert asyncio.get_running_loop().time() < 1.0
@@ -418,7 +418,7 @@ async def test_the_trainer_learns_on_while_a_version_is_sent() -> None:
 
 
 async def test_a_version_that_is_not_sent_in_time_fails_its_publication() -> None:
-    publisher = SyncRig(Synchronizer(SyncConfig(timeout_s=0.5), Slow(), uniform, CANARY), FakeEngine())
+    publisher = SyncRig(Synchronizer(SyncConfig(timeout_s=0.5), Slow(), FakeWeights(), CANARY), FakeEngine())
     late = r"the trainer could not publish version 4 within sync\.timeout_s = 0\.5 s"
     with pytest.raises(RunError, match=late):
         await publisher.publish(4, "keep")
@@ -440,7 +440,7 @@ class Reading(FakeEngine):
 
 async def test_what_one_engine_found_damaged_no_other_that_joins_is_given() -> None:
     early, one, another = Reading(well=True), Reading(), Reading()
-    publisher = SyncRig(Synchronizer(SyncConfig(), Damaged(), uniform, CANARY), early)
+    publisher = SyncRig(Synchronizer(SyncConfig(), Damaged(), FakeWeights(), CANARY), early)
     await publisher.publish(4, "keep")
     await publisher.join(1, one)
     await publisher.join(2, another)
@@ -450,9 +450,9 @@ async def test_what_one_engine_found_damaged_no_other_that_joins_is_given() -> N
 
 async def test_metrics_are_of_what_the_engines_adopted() -> None:
     for well, full in ((True, 0.0), (False, 1.0)):
-        metrics = await SyncRig(Synchronizer(SyncConfig(), Damaged(), uniform, CANARY), Reading(well=well)).publish(
-            4, "keep"
-        )
+        metrics = await SyncRig(
+            Synchronizer(SyncConfig(), Damaged(), FakeWeights(), CANARY), Reading(well=well)
+        ).publish(4, "keep")
         assert metrics["sync/full"] == full
 
 
@@ -517,6 +517,6 @@ async def test_an_export_of_another_size_than_announced_is_refused(tmp_path: Pat
     async def cut(path: Path) -> int:
         return path.write_bytes(b"weights") + 1
 
-    publisher = SyncRig(Synchronizer(SyncConfig(), MemoryOutbox(tmp_path / "shm", cut), uniform, CANARY), FakeEngine())
+    publisher = exporting(tmp_path, cut)
     with pytest.raises(SyncError, match="announced 8 bytes"):
         await publisher.publish(1, "keep")

@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.errors import ChainError
 from tidemill.weights.delta import checksum
-from tidemill.weights.manifest import Place, StoredTensor, WeightManifest
+from tidemill.weights.manifest import Location, StoredTensor, WeightManifest
 
 PART = (StoredTensor("a", "xor", 7, "00"), StoredTensor("b", "same", 0, "11"))
 MANIFEST = WeightManifest(3, 11, '{"a": {}}', 99, (PART, (StoredTensor("c", "raw", 5, "22"),)))
@@ -38,7 +38,7 @@ def test_a_manifest_of_another_release_or_encoding_is_refused() -> None:
 @pytest.mark.parametrize(
     "key", ["", "runs/a/weights/00000001", "runs/a/weights/3f9a1c0e/1", "runs/a/3f9a1c0g/00000001"]
 )
-def test_what_is_no_place_is_refused(key: str) -> None:
-    assert Place.parse("runs/a/weights/3f9a1c0e/00000012") == Place("runs/a/weights", "3f9a1c0e", 12)
-    with pytest.raises(ChainError, match="publish them again"):
-        Place.parse(key)
+def test_a_key_of_another_form_is_refused(key: str) -> None:
+    assert Location.parse("runs/a/weights/3f9a1c0e/00000012") == Location("runs/a/weights", "3f9a1c0e", 12)
+    with pytest.raises(ChainError, match="publish the weights again"):
+        Location.parse(key)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tidemill.errors import SyncError
-from tidemill.weights.weight_names import check_same, folder_shapes
+from tidemill.weights.safetensors_file import check_same, folder_shapes
 
 MODEL = {"embed.weight": (4, 2), "layers.0.q_proj.weight": (2, 2)}
 

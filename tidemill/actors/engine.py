@@ -20,7 +20,7 @@ from tidemill.models.locate import fetch_model_once
 from tidemill.protocols import Engine, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, EngineId, Int32Array
 from tidemill.store.server import open_store
-from tidemill.weights.receiver import Receiver
+from tidemill.weights.download import WeightDownloader
 
 ORDERLY_END_S = 30.0
 LOG = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class EngineActor:
 
     def __init__(self, config: RunConfig, model_path: str | None, index: int) -> None:
         self.config, self.model_path, self.index = config, model_path, index
-        self.receiver = make_receiver(config) if config.sync.transport == "object_store" else None
+        self.downloader = make_downloader(config) if config.sync.transport == "object_store" else None
 
     async def start(self) -> None:
         """Load the model; returns when the first request can come."""
@@ -79,23 +79,23 @@ class EngineActor:
     @asynccontextmanager
     async def fetched(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
         """The update as a file of this host."""
-        if self.receiver is None:
+        if self.downloader is None:
             yield update
             return
-        async with self.receiver.local(update) as local:
+        async with self.downloader.local(update) as local:
             yield local
 
     async def shutdown(self) -> None:
         """End the engine, and free the memory of the received weights."""
         if self.engine is not None:
             await self.engine.shutdown()
-        if self.receiver is not None:
-            self.receiver.close()
+        if self.downloader is not None:
+            self.downloader.close()
 
 
-def make_receiver(config: RunConfig) -> Receiver:
-    """The receiving end of the object store; engines of one host share what they fetch."""
-    return Receiver(
+def make_downloader(config: RunConfig) -> WeightDownloader:
+    """The engine's side of the object store; engines of one host share what they fetch."""
+    return WeightDownloader(
         weights_folder(config) / "received",
         lambda: open_store(config.store, config.output),
         config.sync.timeout_s,

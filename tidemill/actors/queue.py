@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 import ray
@@ -24,6 +25,8 @@ from tidemill.protocols import Delivery, Lease
 from tidemill.queue.message_queue import NO_LEASE, MessageQueue, WhenFull
 from tidemill.records import Buffer
 
+P = ParamSpec("P")
+T = TypeVar("T")
 NAME = "the message queue"
 CONTROL = "control"  # Ray concurrency group of the calls that never wait
 WITHDRAW_TIMEOUT_S = 10.0
@@ -52,10 +55,10 @@ class QueueActor(MessageQueue[Any]):
         if not self.home.done():
             self.home.set_result(asyncio.get_running_loop())
 
-    async def control(self, method: str, *arguments: Any) -> Any:
-        """Run a call that never waits at home."""
+    async def control(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a call that never waits in the loop of the default group."""
         home = await asyncio.wrap_future(self.home)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(getattr(self, method)(*arguments), home))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(getattr(self, method)(*args, **kwargs), home))
 
     async def wait(self, ticket: str, method: str, *arguments: Any) -> Any:
         """Run `put` or `lease` under a ticket."""
@@ -108,6 +111,19 @@ class Put:
         return sum(delivery.header.nbytes for delivery in self.deliveries)
 
 
+def forward_control(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """The method of `RemoteQueue` that calls the method of the same name in the actor, past all calls that wait."""
+
+    @wraps(method)
+    async def forwarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        answer: T = await self.control(method.__name__, *args, **kwargs)
+        return answer
+
+    return forwarded
+
+
 class RemoteQueue:
     """A MessageQueue in another process; implements `Queue` over the handle of a `QueueActor` actor.
 
@@ -148,22 +164,10 @@ class RemoteQueue:
         deliveries = zip(lease.deliveries, payloads, strict=True)
         return replace(lease, deliveries=tuple(Delivery(boxed.header, payload) for boxed, payload in deliveries))
 
-    async def acknowledge(self, lease_id: int) -> None:
-        """See `MessageQueue.acknowledge`."""
-        await self.control("acknowledge", lease_id)
-
-    async def release(self, lease_id: int) -> None:
-        """See `MessageQueue.release`."""
-        await self.control("release", lease_id)
-
-    async def close(self) -> None:
-        """See `MessageQueue.close`."""
-        await self.control("close")
-
-    async def stats(self) -> Mapping[str, float]:
-        """See `MessageQueue.stats`."""
-        stats: Mapping[str, float] = await self.control("stats")
-        return stats
+    acknowledge = forward_control(MessageQueue.acknowledge)
+    release = forward_control(MessageQueue.release)
+    close = forward_control(MessageQueue.close)
+    stats = forward_control(MessageQueue.stats)
 
     async def offer_all(self) -> None:
         """Offer the puts that stand in line until there are none."""
@@ -213,9 +217,9 @@ class RemoteQueue:
         pending = self.actor.wait.remote(ticket, method, *arguments, timeout_s)
         return await call(NAME, pending, timeout_s + CONTROL_TIMEOUT_S)
 
-    async def control(self, method: str, *arguments: Any) -> Any:
-        """Make a call that never waits, past all that do."""
-        return await call(NAME, self.actor.control.options(concurrency_group=CONTROL).remote(method, *arguments))
+    async def control(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Make a call that never waits, past all calls that wait."""
+        return await call(NAME, self.actor.control.options(concurrency_group=CONTROL).remote(method, *args, **kwargs))
 
 
 def pack_deliveries(puts: Sequence[Put]) -> None:

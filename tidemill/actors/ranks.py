@@ -6,11 +6,12 @@ import asyncio
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
@@ -28,12 +29,15 @@ from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import open_store
 from tidemill.train.batch import MicroBatch
 from tidemill.weights.manifest import weights_prefix
-from tidemill.weights.outbox import Publication, check_room, room_in
-from tidemill.weights.publisher import WeightPublisher
+from tidemill.weights.transport import Publication, check_room, room_in
+from tidemill.weights.upload import WeightUploader
 
 if TYPE_CHECKING:
     from tidemill.train.policy import PolicyRank
+    from tidemill.weights.tensor_files import MappedWeights
 
+P = ParamSpec("P")
+T = TypeVar("T")
 CONCURRENCY_GROUPS = {IO: 1, WEIGHTS: 1}
 WRITTEN = "written.safetensors"
 IO_TIMEOUT_S = 3600.0  # of a checkpoint or a model on its way to or from the store
@@ -50,11 +54,12 @@ class RankActor:
     """
 
     policy: PolicyRank
+    files: MappedWeights
 
     def __init__(self, config: RunConfig, model_path: str | None, rank: int, claim: Claim | None) -> None:
         self.config, self.model_path, self.rank, self.claim = config, model_path, rank, claim
         self.staging, self.restored = staging_folder(config, rank), restored_folder(config)
-        self.publisher = WeightPublisher(weights_prefix(config.name), config.sync.full_every)
+        self.uploader = WeightUploader(weights_prefix(config.name), config.sync.full_every)
 
     def meeting_place(self) -> str:
         """An address of this pod where the ranks can meet."""
@@ -68,8 +73,10 @@ class RankActor:
         """
         from tidemill.train.policy import PolicyRank
         from tidemill.train.sharding import World
+        from tidemill.weights.tensor_files import MappedWeights
 
         remove_download(self.restored)  # of an attempt that was killed: the same version may be committed anew since
+        self.files = MappedWeights()
         self.policy = PolicyRank(
             self.model_path or str(fetch_model_once(self.config).path),
             self.config.trainer,
@@ -81,49 +88,50 @@ class RankActor:
         )
 
     def update(self, batches: Sequence[MicroBatch], denominator: float, version: int) -> dict[str, float]:
-        """See `PolicyRank.update`."""
+        """One optimizer step, see `PolicyRank.update`."""
         return self.policy.update(batches, denominator, version)
 
     def score(self, token_ids: Int32Array) -> Float32Array:
-        """See `PolicyRank.score`."""
+        """Log-probs of the present parameters, see `PolicyRank.score`."""
         return self.policy.score(token_ids)
 
-    def export(self, path: str) -> int:
-        """Write the weights for the engines, in the engines' precision; returns the bytes. See `PolicyRank.export`."""
+    def export(self, path: Path) -> int:
+        """Write the weights for the engines, in the engines' precision; rank 0 writes, and returns the bytes."""
         from tidemill.models.precision import compute_dtype
+        from tidemill.train.sharding import full_tensor
 
         dtype = compute_dtype(self.config.rollout.dtype, self.policy.device)
-        return self.policy.export(path, dtype)
+        return self.files.write(None if self.rank else path, self.policy.parameters, dtype, full_tensor)
 
     def write_weights(self) -> None:
         """Write the weights to a file of this pod; ranks other than 0 only take part."""
-        if self.rank:
-            self.export("")
-            return
         folder = weights_folder(self.config)
+        if self.rank:
+            self.export(folder / WRITTEN)
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        check_room(folder, self.publisher.nbytes)
-        with room_in(folder, self.publisher.nbytes):
-            self.export(str(folder / WRITTEN))
+        check_room(folder, self.uploader.nbytes)
+        with room_in(folder, self.uploader.nbytes):
+            self.export(folder / WRITTEN)
 
     @ray.method(concurrency_group=WEIGHTS)
     def upload_weights(self, version: int) -> Publication:
-        """Upload what was written last as `version`, see `weights.publisher`."""
+        """Upload what was written last as `version`, see `weights.upload`."""
         timings = Timings()
         with timings.phase("sync_upload"), self.store() as store:
             self.check_lease(store)
-            publication = self.publisher.publish(store, version, weights_folder(self.config) / WRITTEN)
+            publication = self.uploader.publish(store, version, weights_folder(self.config) / WRITTEN)
         return replace(publication, metrics={**publication.metrics, **timings.metrics()})
 
     @ray.method(concurrency_group=WEIGHTS)
-    def republish_weights(self) -> Publication:
+    def upload_snapshot(self) -> Publication:
         """Upload the newest version again, as a full snapshot; no other publication is made meanwhile."""
         with self.store() as store:
             self.check_lease(store)
-            return self.publisher.snapshot(store)
+            return self.uploader.snapshot(store)
 
     def check_lease(self, store: ObjectStore) -> None:
-        """See `Fence.check`."""
+        """Refuse to go on without the lease, see `Fence.check`."""
         if self.claim is not None:
             Fence(store, self.config.name, self.claim).check()
 
@@ -156,12 +164,12 @@ class RankActor:
         """Remove what `restore` has downloaded; every rank has read it."""
         remove_download(self.restored)
 
-    def publish_model(self, version: int) -> str | None:
+    def publish_model(self, version: int) -> str:
         """Write the Hugging Face folder of the policy to the run's folder and to the store; rank 0 returns its URI."""
         folder = self.config.folder / "model"
         self.policy.save_model(folder)
         if self.rank:
-            return None
+            return ""
         with self.checkpoints() as checkpoints:
             return checkpoints.publish_model(version, folder)
 
@@ -170,9 +178,33 @@ class RankActor:
         return open_checkpoints(self.config, self.claim)
 
 
+def on_ranks(
+    method: Callable[Concatenate[RankActor, P], T], timeout_s: float | None, *, first: bool = False
+) -> Callable[Concatenate[RemoteRanks, P], Coroutine[Any, Any, T]]:
+    """The method of `RemoteRanks` that calls the method of the same name on every rank; returns what rank 0 answers.
+
+    Args:
+        method: of the ranks.
+        timeout_s: None where the caller has a deadline of its own.
+        first: call rank 0 only.
+    """
+
+    @wraps(method)
+    async def forwarded(self: RemoteRanks, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        actors = self.actors[:1] if first else self.actors
+        answers: list[T] = await self.answers(
+            [getattr(a, method.__name__).remote(*args, **kwargs) for a in actors], timeout_s
+        )
+        return answers[0]
+
+    return forwarded
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteRanks:
-    """The trainer ranks. What needs the parameters all do, what only one has to do rank 0 does.
+    """The trainer ranks: `train.trainer.Ranks` and `weights.transport.WeightSource`.
+
+    All ranks do what needs the parameters. Rank 0 alone does the rest.
 
     Attributes:
         actors: of all ranks.
@@ -182,77 +214,44 @@ class RemoteRanks:
     actors: tuple[Any, ...]
     update_timeout_s: float
 
+    score = on_ranks(RankActor.score, None)
+    export = on_ranks(RankActor.export, None)
+    write_weights = on_ranks(RankActor.write_weights, None)
+    upload_weights = on_ranks(RankActor.upload_weights, None, first=True)
+    upload_snapshot = on_ranks(RankActor.upload_snapshot, None, first=True)
+
+    snapshot = on_ranks(RankActor.snapshot, IO_TIMEOUT_S)
+    upload = on_ranks(RankActor.upload, IO_TIMEOUT_S, first=True)
+    publish_model = on_ranks(RankActor.publish_model, IO_TIMEOUT_S)
+    _restore = on_ranks(RankActor.restore, IO_TIMEOUT_S)
+    _forget_restored = on_ranks(RankActor.forget_restored, IO_TIMEOUT_S)
+    _load = on_ranks(RankActor.load, None)
+    _meeting_place = on_ranks(RankActor.meeting_place, None, first=True)
+
     async def load(self) -> None:
         """Load the policy on every rank; the caller has the deadline."""
-        several = len(self.actors) > 1
-        where = await self.first("meeting_place", timeout_s=None) if several else None
-        await self.all("load", where, timeout_s=None)
+        await self._load(await self._meeting_place() if len(self.actors) > 1 else None)
+
+    async def restore(self, version: int) -> None:
+        """Load a checkpoint on every rank."""
+        await self._restore(version)
+        await self._forget_restored()
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
     ) -> Mapping[str, float]:
-        """See `train.trainer.Ranks`."""
+        """One optimizer step, each rank with its own batches; see `train.trainer.Ranks`."""
         pending = [a.update.remote(b, denominator, version) for a, b in zip(self.actors, batches, strict=True)]
-        answers = (call(f"trainer rank {n}", p, self.update_timeout_s) for n, p in enumerate(pending))
-        results: list[dict[str, float]] = await asyncio.gather(*answers)
-        return results[0]
-
-    async def score(self, token_ids: Int32Array) -> Float32Array:
-        """Log-probs of the present parameters; the synchronizer has the deadline, as for `export`."""
-        scores: Float32Array = await self.all("score", token_ids, timeout_s=None)
-        return scores
-
-    async def export(self, path: Path) -> int:
-        """Write the weights for the engines; returns the bytes."""
-        nbytes: int = await self.all("export", str(path), timeout_s=None)
-        return nbytes
-
-    async def write_weights(self) -> None:
-        """Write the weights down, to be uploaded; the synchronizer has the deadline, as for `export`."""
-        await self.all("write_weights", timeout_s=None)
-
-    async def upload_weights(self, version: int) -> Publication:
-        """Bring what was written to the object store, beside a training step."""
-        publication: Publication = await self.first("upload_weights", version, timeout_s=None)
-        return publication
-
-    async def republish_weights(self) -> Publication:
-        """Bring the newest version to the object store once more, whole."""
-        publication: Publication = await self.first("republish_weights", timeout_s=None)
-        return publication
-
-    async def snapshot(self) -> None:
-        """Stage a checkpoint."""
-        await self.all("snapshot", timeout_s=IO_TIMEOUT_S)
-
-    async def upload(self, version: int, state: Mapping[str, object]) -> str:
-        """Commit the staged checkpoint; returns its URI."""
-        uri: str = await self.first("upload", version, state, timeout_s=IO_TIMEOUT_S)
-        return uri
-
-    async def restore(self, version: int) -> None:
-        """Load a checkpoint on every rank."""
-        await self.all("restore", version, timeout_s=IO_TIMEOUT_S)
-        await self.all("forget_restored", timeout_s=IO_TIMEOUT_S)
-
-    async def publish_model(self, version: int) -> str:
-        """Export the policy as a Hugging Face folder; returns its URI."""
-        uri: str = await self.all("publish_model", version, timeout_s=IO_TIMEOUT_S)
-        return uri
-
-    async def first(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
-        """Call rank 0."""
-        return await call("trainer rank 0", getattr(self.actors[0], method).remote(*arguments), timeout_s)
-
-    async def all(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
-        """Call every rank at once; returns what rank 0 answers."""
-        pending = [getattr(actor, method).remote(*arguments) for actor in self.actors]
-        answers = await asyncio.gather(*(call(f"trainer rank {rank}", p, timeout_s) for rank, p in enumerate(pending)))
+        answers: list[dict[str, float]] = await self.answers(pending, self.update_timeout_s)
         return answers[0]
+
+    async def answers(self, pending: Sequence[Awaitable[T]], timeout_s: float | None) -> list[T]:
+        """Await a call of the ranks from 0 on, see `call`."""
+        return await asyncio.gather(*(call(f"trainer rank {n}", p, timeout_s) for n, p in enumerate(pending)))
 
 
 def start_ranks(config: RunConfig, model_path: str | None, claim: Claim | None = None) -> RemoteRanks:
-    """Place the trainer ranks; see `RankActor`."""
+    """Place the trainer ranks."""
     # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise; threads that spin would take the cores from the engines.
     threads = config.trainer.threads or len(os.sched_getaffinity(0))
     options = rank_place(config).options({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})

@@ -47,8 +47,8 @@ from tidemill.tracking.tracker import Tracker
 from tidemill.train.stop import Stop
 from tidemill.train.trainer import Position, Trainer
 from tidemill.weights.manifest import weights_prefix
-from tidemill.weights.outbox import MemoryOutbox, Outbox, StoreOutbox
 from tidemill.weights.synchronizer import Synchronizer
+from tidemill.weights.transport import ObjectStoreTransport, SharedMemoryTransport, Transport
 
 CLOSE_TIMEOUT_S = 90.0
 PLACE_TIMEOUT_S = 60.0  # to find places for the actors, besides their own start
@@ -93,7 +93,7 @@ class Parts:
     ranks: RemoteRanks
     queue: RemoteQueue
     generation: RemoteGeneration
-    publisher: Synchronizer
+    synchronizer: Synchronizer
 
     async def close(self) -> None:
         """Stop generation and free the engines; Ray ends the processes after that."""
@@ -102,7 +102,7 @@ class Parts:
             await attempt("ending the reward workers", self.generation.close())
             await asyncio.gather(*(attempt(f"ending {member.id}", member.end()) for member in self.fleet.members))
         finally:
-            self.publisher.close()
+            self.synchronizer.close()
 
 
 async def attempt(what: str, work: Awaitable[None]) -> None:
@@ -178,19 +178,19 @@ class Run:
         generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
         await loaded(config, [generation.start()])
         canary = await generation.canary()
-        outbox = make_outbox(config, ranks, store, self.claim)
-        publisher = Synchronizer(config.publication, outbox, ranks.score, canary)
+        transport = make_transport(config, ranks, store, self.claim)
+        synchronizer = Synchronizer(config.publication, transport, ranks, canary)
         fleet = Fleet(
             engines,
             partial(start_engine, config, path),
             FleetLimits(config.rollout.start_timeout_s + PLACE_TIMEOUT_S, config.rollout.group_timeout_s),
             generation,
-            publisher,
+            synchronizer,
             observer.notice,
             elasticity(config),
         )
         observer.listeners.append(fleet.measured)
-        return Parts(fleet, ranks, queue, generation, publisher)
+        return Parts(fleet, ranks, queue, generation, synchronizer)
 
     async def begin(self, parts: Parts, observer: RunObserver, restart: Restart | None) -> Evaluation | None:
         """Bring the trainer's weights to the engines and score the policy that training starts from."""
@@ -325,13 +325,12 @@ def elasticity(config: RunConfig) -> Elasticity | None:
     return Elasticity(smallest, largest) if largest is not None and largest > smallest else None
 
 
-def make_outbox(config: RunConfig, ranks: RemoteRanks, store: ObjectStore, claim: Claim | None) -> Outbox:
+def make_transport(config: RunConfig, ranks: RemoteRanks, store: ObjectStore, claim: Claim | None) -> Transport:
     """The trainer's side of `sync.transport`."""
     if config.sync.transport == "object_store":
         fence = Fence(store, config.name, claim) if claim else None
-        ways = ranks.write_weights, ranks.upload_weights, ranks.republish_weights
-        return StoreOutbox(*ways, store, weights_prefix(config.name), fence)
-    return MemoryOutbox(weights_folder(config), ranks.export)
+        return ObjectStoreTransport(ranks, store, weights_prefix(config.name), fence)
+    return SharedMemoryTransport(weights_folder(config), ranks)
 
 
 async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]]) -> None:

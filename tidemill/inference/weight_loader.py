@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
 from tidemill.errors import SyncError
-from tidemill.weights.mapped_weights import MappedWeights
-from tidemill.weights.weight_names import check_same, counted, folder_shapes
+from tidemill.weights.safetensors_file import check_same, counted_shapes, folder_shapes
+from tidemill.weights.tensor_files import MappedWeights
 
 BACKEND = "tidemill_shared_memory"
 FALSE_ALARM = "%s: Failed to load weights"
@@ -115,7 +115,9 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         path = Path(update_info.path)
         try:
             with self.files.reading(path, update_info.nbytes) as mapped:
-                given = counted({name: tuple(tensor.shape) for name, tensor in mapped.tensors.items()}, self.tied)
+                given = counted_shapes(
+                    {name: tuple(tensor.shape) for name, tensor in mapped.tensors.items()}, self.tied
+                )
                 check_same(given, self.expected, f"version {update_info.version} in {path}")
                 self.load_all(mapped.tensors)
         except OSError as error:

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.errors import ModelError
 from tidemill.train.logprobs import attention_mask, token_log_probs
-from tidemill.train.tensor_file import write_tensors
+from tidemill.train.sharding import full_tensor
+from tidemill.weights.tensor_files import write_tensors
 
 WEIGHTS = "model.safetensors"
 LOGITS_BYTES = 256 << 20
@@ -137,7 +138,7 @@ def write_folder(folder: Path | None, source: Path, parameters: Mapping[str, Ten
     """
     if folder is not None:
         copy_companions(folder, source)
-    write_tensors(folder / WEIGHTS if folder else None, parameters, torch.bfloat16)
+    write_tensors(folder / WEIGHTS if folder else None, parameters, torch.bfloat16, full_tensor)
 
 
 def copy_companions(folder: Path, source: Path) -> None:

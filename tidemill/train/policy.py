@@ -31,7 +31,6 @@ from tidemill.train.model import Network, frozen_copy, load_meta_model, load_mod
 from tidemill.train.sharding import World, full_tensor, shard_model
 from tidemill.train.update_metrics import UpdateMetrics
 from tidemill.train.version_start import VersionStart
-from tidemill.weights.mapped_weights import MappedWeights
 
 # A sharded forward or backward pass needs all ranks: one without rows computes this, which adds exactly zero.
 IDLE = MicroBatch.idle()
@@ -79,7 +78,6 @@ class PolicyRank:
         self.network = self.wrap(self.model)
         self.reference = None if reference is None else self.wrap(reference)
         self.parameters = dict(self.model.named_parameters())
-        self.exports = MappedWeights()
         self.start = VersionStart(self.network, steps_per_version, kept=algorithm.keeps_version_start)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, fused=True
@@ -247,13 +245,6 @@ class PolicyRank:
         log_probs = self.network(ids[None], positions[None], ends[None], positions[:-1], positions[:-1], ids[1:], 1.0)
         scores: Float32Array = log_probs.cpu().numpy()
         return scores
-
-    def export(self, path: str | Path, dtype: torch.dtype) -> int:
-        """Write all parameters as one safetensors file of `dtype`, see `MappedWeights.write`; returns its bytes.
-
-        All ranks call this at once, as `save_model` and `save_state`; rank 0 writes, the others return 0.
-        """
-        return self.exports.write(self.written(path), self.parameters, dtype, full_tensor)
 
     def save_model(self, folder: str | Path) -> None:
         """Write a bfloat16 Hugging Face folder, which transformers and vLLM load without conversion."""

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tidemill.errors import CheckpointError
-from tidemill.train.sharding import local_rows, shard_like
-from tidemill.train.tensor_file import write_tensors
+from tidemill.train.sharding import full_tensor, local_rows, shard_like
+from tidemill.weights.tensor_files import write_tensors
 
 TENSORS, PROGRESS = "trainer.safetensors", "trainer.json"
 MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
@@ -36,7 +36,7 @@ def save_state(folder: Path | None, parameters: Parameters, optimizer: torch.opt
     tensors[RNG] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors[CUDA_RNG] = torch.cuda.get_rng_state()
-    write_tensors(folder / TENSORS if folder else None, tensors)
+    write_tensors(folder / TENSORS if folder else None, tensors, gather=full_tensor)
     if folder:
         (folder / PROGRESS).write_text(json.dumps({"updates": updates}) + "\n", encoding="utf-8")
 

@@ -28,7 +28,7 @@ from tidemill.train.batch import MicroBatch, mask_stale, micro_batches, step_den
 from tidemill.train.evaluation import Spares, Validation
 from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
-from tidemill.train.weight_sync import Publisher, WeightSync
+from tidemill.train.weight_sync import Publishing, WeightSync
 
 Metrics = dict[str, float]
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Ranks(Protocol):
         ...
 
 
-class Engines(Publisher, Spares, Protocol):
+class EngineFleet(Publishing, Spares, Protocol):
     """The engines of the run: `rollout.fleet.Fleet`."""
 
 
@@ -108,7 +108,7 @@ class Trainer:
     queue: Queue[Any]
     generation: Generation
     ranks: Ranks
-    publisher: Engines
+    fleet: EngineFleet
     observer: Observer
     commit: Callable[[Position], Awaitable[None]] | None = None
     position: Position = field(default_factory=Position)
@@ -118,7 +118,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         observer, mode = self.observer, self.config.evaluation.mode
-        self.validation = Validation(mode, self.generation, self.publisher, observer.evaluated, observer.notice)
+        self.validation = Validation(mode, self.generation, self.fleet, observer.evaluated, observer.notice)
 
     async def fit(self) -> None:
         """Train until the step budget or the data ends or a stop is asked for, and publish what was learned last.
@@ -135,7 +135,7 @@ class Trainer:
         """
         self.position.unsynced = 0
         async with task_group() as tasks:
-            self.syncs = WeightSync(self.publisher, self.generation, self.config.pause_mode, tasks)
+            self.syncs = WeightSync(self.fleet, self.generation, self.config.pause_mode, tasks)
             try:
                 await self.fit_steps()
                 if not self.stop.immediate:

@@ -21,7 +21,7 @@ from tidemill.observe.metrics import aggregate
 from tidemill.protocols import Generation, PauseMode
 
 
-class Publisher(Protocol):
+class Publishing(Protocol):
     """Brings a version to the engines: `rollout.fleet.Fleet`."""
 
     async def publish(self, version: int, mode: PauseMode, exported: Callable[[], None]) -> Mapping[str, float]:
@@ -43,7 +43,7 @@ class WeightSync:
         tasks: in which a version is adopted; a failure there ends them all.
     """
 
-    publisher: Publisher
+    fleet: Publishing
     generation: Generation
     mode: PauseMode
     tasks: asyncio.TaskGroup
@@ -97,6 +97,6 @@ class WeightSync:
                 adoption.enter_context(self._timings.phase("adopt"))
                 exported()
 
-            report = await self.publisher.publish(version, self.mode, learn_on)
+            report = await self.fleet.publish(version, self.mode, learn_on)
             await self.generation.begin_version(version)
         self._reports.append(report)

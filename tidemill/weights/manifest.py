@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from tidemill.errors import ChainError
 from tidemill.store.object_store import ObjectStore
 from tidemill.weights.delta import ENCODINGS, Encoding, checksum
-from tidemill.weights.weight_file import PREFIX_BYTES
+from tidemill.weights.safetensors_file import with_length
 
 FORMAT = 1
 MANIFEST = "manifest"
-PLACE = re.compile(r"^(?P<run>.+)/(?P<attempt>[0-9a-f]{8})/(?P<serial>\d{8,})$")
+LOCATION = re.compile(r"^(?P<run>.+)/(?P<attempt>[0-9a-f]{8})/(?P<serial>\d{8,})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ Part = tuple[StoredTensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a version lies in the bucket."""
 
     prefix: str
@@ -53,15 +53,15 @@ class Place:
     serial: int
 
     @classmethod
-    def parse(cls, key: str) -> Place:
-        """The place with this key.
+    def parse(cls, key: str) -> Location:
+        """The location with this key.
 
         Raises:
-            ChainError: it is none.
+            ChainError: the key has another form.
         """
-        match = PLACE.match(key)
+        match = LOCATION.match(key)
         if match is None:
-            raise ChainError(f"{key} is no place of published weights: publish them again")
+            raise ChainError(f"{key} is not the key of a published version: publish the weights again")
         return cls(match["run"], match["attempt"], int(match["serial"]))
 
     @property
@@ -75,12 +75,12 @@ class Place:
         return f"{self.key}/{MANIFEST}"
 
     def part_key(self, number: int) -> str:
-        """Of one part."""
+        """The object of one part."""
         return f"{self.key}/part-{number:04d}"
 
-    def at(self, serial: int) -> Place:
+    def at(self, serial: int) -> Location:
         """Another publication of the same attempt."""
-        return Place(self.prefix, self.attempt, serial)
+        return Location(self.prefix, self.attempt, serial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,11 @@ class WeightManifest:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def header_bytes(self) -> bytes:
-        """The header as it stands in the file, its length before it."""
-        text = self.header.encode()
-        return len(text).to_bytes(PREFIX_BYTES, "little") + text
+        """The header as it is in the file, its length before it."""
+        return with_length(self.header.encode())
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Of all parts."""
+        """The tensors of all parts."""
         return (tensor for part in self.parts for tensor in part)
 
     def to_bytes(self) -> bytes:
@@ -125,7 +124,7 @@ class WeightManifest:
         """Parse what `to_bytes` gave.
 
         Raises:
-            ChainError: a byte of it is another, or it is of another format.
+            ChainError: it is damaged, or of another format.
         """
         line, _, body = data.partition(b"\n")
         if line != checksum(body).encode():
@@ -140,14 +139,14 @@ class WeightManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One version of a chain: where it lies, and what it consists of."""
+class StoredVersion:
+    """A version in the store: where it lies, and what it consists of."""
 
-    place: Place
+    location: Location
     manifest: WeightManifest
 
     @classmethod
-    def load(cls, store: ObjectStore, place: Place) -> Link:
+    def load(cls, store: ObjectStore, location: Location) -> StoredVersion:
         """Read the manifest.
 
         Raises:
@@ -155,9 +154,9 @@ class Link:
             StoreMissingError: there is none.
         """
         try:
-            return cls(place, WeightManifest.from_bytes(store.get_bytes(place.manifest_key)))
+            return cls(location, WeightManifest.from_bytes(store.get_bytes(location.manifest_key)))
         except ChainError as error:
-            raise ChainError(f"{store.uri(place.key)} cannot be used: {error}") from error
+            raise ChainError(f"{store.uri(location.key)} cannot be used: {error}") from error
 
 
 def weights_prefix(run_name: str) -> str:

@@ -26,10 +26,9 @@ from tidemill.errors import (
 from tidemill.observe.meters import Timings
 from tidemill.protocols import Engine, PauseMode
 from tidemill.records import EngineId, Float32Array, Int32Array
-from tidemill.weights.outbox import Outbox, Publication
+from tidemill.weights.transport import Publication, Transport, WeightSource
 
 T = TypeVar("T")
-Score = Callable[[Int32Array], Awaitable[Float32Array]]
 WORST_TOKENS = 3
 NOISE_FLOOR, NOISE_FACTOR = 0.01, 10.0
 """The first publication shows how far equal weights differ by rounding, in nats: nearly nothing in float32, some
@@ -116,13 +115,13 @@ class Synchronizer:
 
     Args:
         config: deadline and canary.
-        outbox: the transport of a version; closed by `close`.
-        score: `[T-1]` natural log-probs of `tokens[1:]` under the trainer's weights at temperature 1.
+        transport: of a version; closed by `close`.
+        source: the trainer, which scores the canary.
         canary: `[T]` int32, the tokens that trainer and engines must agree on.
     """
 
-    def __init__(self, config: SyncConfig, outbox: Outbox, score: Score, canary: Int32Array) -> None:
-        self._config, self._outbox, self._score, self._canary = config, outbox, score, canary
+    def __init__(self, config: SyncConfig, transport: Transport, source: WeightSource, canary: Int32Array) -> None:
+        self._config, self._transport, self._source, self._canary = config, transport, source, canary
         self._newest: Publication | None = None
         self._reference: Float32Array | None = None
         self._bound, self._calibrated = config.canary_max_gap, False
@@ -158,12 +157,12 @@ class Synchronizer:
         timings = Timings()
         with timings.phase("sync_export"):
             async with self._deadline(f"export version {version}"):
-                await self._outbox.export()
+                await self._transport.export()
         with timings.phase("sync_canary"):
             reference = await self._score_canary()
         exported()
         async with self._deadline(f"publish version {version}"):
-            publication = await self._outbox.send(version)
+            publication = await self._transport.send(version)
         with timings.phase("sync_adopt"):
             publication = await self._adopt(publication, recipients, mode, f"adopt version {version}")
         update = publication.update
@@ -174,7 +173,7 @@ class Synchronizer:
         if gaps and self._bound is not None and not self._calibrated:
             self._bound, self._calibrated = min(self._bound, NOISE_FLOOR + NOISE_FACTOR * gap), True
         if outdated is not None and outdated.update.path != update.path:
-            self._outbox.retire(outdated.update)
+            self._transport.release(outdated.update)
         widest, self._joined_gap = max(gap, self._joined_gap), 0.0
         facts = {"sync/bytes": float(update.nbytes)} | ({} if self._bound is None else {"sync/canary_gap": widest})
         return {**timings.metrics(), **facts, **publication.metrics}
@@ -201,7 +200,7 @@ class Synchronizer:
 
     def close(self) -> None:
         """Free what the transport holds; engines keep the weights they adopted."""
-        self._outbox.close()
+        self._transport.close()
 
     async def _adopt(self, publication: Publication, recipients: Recipients, mode: PauseMode, what: str) -> Publication:
         """Have engines adopt a version; returns what they adopted.
@@ -216,7 +215,7 @@ class Synchronizer:
         else:
             return publication
         async with self._deadline(f"publish version {update.version} as a snapshot"):
-            snapshot = await self._outbox.snapshot()
+            snapshot = await self._transport.snapshot()
         await recipients.call(lambda engine: engine.update_weights(snapshot.update, mode), what)
         return snapshot
 
@@ -225,7 +224,7 @@ class Synchronizer:
         if self._config.canary_max_gap is None:
             return None
         async with self._deadline("score the canary"):
-            return await self._score(self._canary)
+            return await self._source.score(self._canary)
 
     async def _canary_gaps(self, recipients: Recipients) -> list[float]:
         """The mean gap of each engine to the trainer's weights of the newest version; none where the check is off."""

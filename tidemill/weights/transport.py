@@ -1,4 +1,8 @@
-"""Where the trainer puts a version for the engines to fetch, by `sync.transport`."""
+"""How a version travels from the trainer to the engines: the transports of `sync.transport`, seen from the trainer.
+
+shared_memory   the trainer writes a file that the engines of its host map (`weights.tensor_files`)
+object_store    the trainer uploads a file (`weights.upload`), and every engine downloads it (`weights.download`)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import errno
 import fcntl
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +18,11 @@ from typing import Protocol
 
 from tidemill.errors import CheckpointError, StoreError, SyncError
 from tidemill.protocols import WeightUpdate
+from tidemill.records import Float32Array, Int32Array
 from tidemill.store.lease import Fence
 from tidemill.store.object_store import ObjectStore
 
-log = logging.getLogger(__name__)
-Export = Callable[[Path], Awaitable[int]]
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,32 @@ class Publication:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Outbox(Protocol):
-    """One transport, seen from the trainer."""
+class WeightSource(Protocol):
+    """The trainer, as its weights are fetched from it: `actors.ranks.RemoteRanks`. The caller has the deadlines."""
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """`[T-1]` natural log-probs of `token_ids[1:]` under the present weights at temperature 1."""
+        ...
+
+    async def export(self, path: Path) -> int:
+        """Write the present weights to a safetensors file of this host; returns its bytes."""
+        ...
+
+    async def write_weights(self) -> None:
+        """Write the present weights to a file of the trainer's host, to be uploaded."""
+        ...
+
+    async def upload_weights(self, version: int) -> Publication:
+        """Upload what was written last as `version`, while training goes on."""
+        ...
+
+    async def upload_snapshot(self) -> Publication:
+        """Upload the newest version once more, in a form that depends on no other version."""
+        ...
+
+
+class Transport(Protocol):
+    """One way from the trainer to the engines."""
 
     async def export(self) -> None:
         """Write the trainer's present weights down; they may change when this returns.
@@ -41,7 +69,7 @@ class Outbox(Protocol):
         ...
 
     async def send(self, version: int) -> Publication:
-        """Let engines fetch what was exported last, as `version`.
+        """Make what was exported last available to engines as `version`.
 
         Raises:
             StoreError: the object store failed.
@@ -49,11 +77,11 @@ class Outbox(Protocol):
         ...
 
     async def snapshot(self) -> Publication:
-        """The newest version again, in a form that depends on nothing else."""
+        """Make the newest version available again, in a form that depends on no other version."""
         ...
 
-    def retire(self, update: WeightUpdate) -> None:
-        """No engine will fetch this one any more."""
+    def release(self, update: WeightUpdate) -> None:
+        """No engine will fetch this version any more."""
         ...
 
     def close(self) -> None:
@@ -61,21 +89,21 @@ class Outbox(Protocol):
         ...
 
 
-class MemoryOutbox:
-    """`shared_memory`: files that the engines of this host map, `weights.mapped_weights`.
+class SharedMemoryTransport:
+    """`shared_memory`: files that the engines of this host map.
 
-    Two of them take turns: the one of the newest version, and the spare, which was that of the version before it and is
-    written again for the next. A spare that some engine still reads, because it was too slow or was given up, is
-    deleted instead and lives on for that engine alone. So the memory of two versions is used all the time.
+    Two files are used in turn: the one of the newest version, and the spare, which held the version before it and is
+    written again for the next one. A spare that an engine still reads, because it was too slow or was given up, is
+    deleted instead and stays in memory for that engine alone. So the memory of two versions is used all the time.
 
     Args:
-        folder: of its own, on a memory-backed file system; made here, removed by `close`.
-        export: writes the trainer's weights to a safetensors file and returns its size in bytes.
+        folder: of its own, on a memory-backed file system; created here, removed by `close`.
+        source: exports the trainer's weights.
         expected_nbytes: size of an export, so that room is checked before the first one too.
     """
 
-    def __init__(self, folder: Path, export: Export, expected_nbytes: int = 0) -> None:
-        self._folder, self._export, self._nbytes = folder, export, expected_nbytes
+    def __init__(self, folder: Path, source: WeightSource, expected_nbytes: int = 0) -> None:
+        self._folder, self._source, self._nbytes = folder, source, expected_nbytes
         self._spare = folder / "spare.safetensors"
         self._newest: Publication | None = None
         # A run that was killed may have left its files here.
@@ -83,99 +111,88 @@ class MemoryOutbox:
         folder.mkdir(parents=True)
 
     async def export(self) -> None:
-        """See `Outbox`."""
-        with alone(self._spare) as reusable:
-            if not reusable:
+        with writer_lock(self._spare) as locked:
+            if not locked:
                 self._spare.unlink(missing_ok=True)
                 check_room(self._folder, self._nbytes)
-            await self._fill_spare()
+            with room_in(self._folder, self._nbytes):
+                self._nbytes = await self._source.export(self._spare)
+            if not self._spare.is_file() or self._spare.stat().st_size != self._nbytes:
+                raise SyncError(f"the export of the weights announced {self._nbytes} bytes and left another file")
 
     async def send(self, version: int) -> Publication:
-        """See `Outbox`. Only now has the version a name; before, no engine could open it by one."""
+        """Name the exported file after its version; engines can open it from now on."""
         path = self._folder / f"v{version}.safetensors"
         self._spare.rename(path)
         self._newest = Publication(WeightUpdate(version, str(path), self._nbytes))
         return self._newest
 
-    async def _fill_spare(self) -> None:
-        """Have the trainer write its weights there."""
-        with room_in(self._folder, self._nbytes):
-            self._nbytes = await self._export(self._spare)
-        if not self._spare.is_file() or self._spare.stat().st_size != self._nbytes:
-            raise SyncError(f"the export of the weights announced {self._nbytes} bytes and left another file")
-
     async def snapshot(self) -> Publication:
-        """See `Outbox`; a file is whole by itself."""
+        """The same file: it depends on no other version."""
         assert self._newest is not None
         return self._newest
 
-    def retire(self, update: WeightUpdate) -> None:
-        """See `Outbox`; its file is the spare now."""
+    def release(self, update: WeightUpdate) -> None:
+        """Keep the file as the spare."""
         Path(update.path).rename(self._spare)
 
     def close(self) -> None:
-        """See `Outbox`."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
-class StoreOutbox:
-    """`object_store`: the trainer uploads by itself, `weights.publisher`, because it may be on another host.
+class ObjectStoreTransport:
+    """`object_store`: the trainer uploads by itself, because it may be on another host.
 
     Attributes:
-        write: has the trainer write its weights to a file of its host.
-        upload: has it upload that file as a version, beside its work.
-        republish: has it upload the newest version again, whole.
+        source: uploads the trainer's weights.
         store: of the run.
         prefix: key below which the weights of the run lie.
-        fence: of the run's lease; whoever lost it leaves the weights to the attempt that has it.
+        fence: of the run's lease; an attempt that lost it leaves the weights to the attempt that holds it.
     """
 
-    write: Callable[[], Awaitable[None]]
-    upload: Callable[[int], Awaitable[Publication]]
-    republish: Callable[[], Awaitable[Publication]]
+    source: WeightSource
     store: ObjectStore
     prefix: str
     fence: Fence | None = None
 
     async def export(self) -> None:
-        """See `Outbox`."""
-        await self.write()
+        await self.source.write_weights()
 
     async def send(self, version: int) -> Publication:
-        """See `Outbox`.
+        """Upload the version.
 
         Raises:
             StoreError: the store failed; the version before is intact.
         """
         try:
-            return await self.upload(version)
+            return await self.source.upload_weights(version)
         except StoreError as error:
             raise type(error)(f"version {version} could not be published through the object store: {error}") from error
 
     async def snapshot(self) -> Publication:
-        """See `Outbox`; raises as `send`."""
+        """Upload the newest version as a full snapshot; raises as `send`."""
         try:
-            return await self.republish()
+            return await self.source.upload_snapshot()
         except StoreError as error:
             raise type(error)(f"the newest version could not be published as a snapshot: {error}") from error
 
-    def retire(self, update: WeightUpdate) -> None:
-        """Nothing: later deltas may need it, so the publisher decides."""
+    def release(self, update: WeightUpdate) -> None:
+        """Nothing: later deltas may need it, so the uploader decides."""
 
     def close(self) -> None:
-        """See `Outbox`. What matters of a run is its checkpoint, so a failure here costs space and not the run."""
+        """Delete the published weights. A failure costs space and does not fail the run: it has its checkpoint."""
         try:
             if self.fence is not None:
                 self.fence.check()
             self.store.delete_prefix(self.prefix)
         except (StoreError, CheckpointError) as error:
-            log.warning("published weights could not be deleted: %s", error)
+            LOG.warning("published weights could not be deleted: %s", error)
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[bool]:
-    """Lock a file to have it written again; False where it is still read, or is not there."""
+def writer_lock(path: Path) -> Iterator[bool]:
+    """Lock a file exclusively, to write it again; False if it is still read, or does not exist."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -202,7 +219,7 @@ def check_room(folder: Path, nbytes: int) -> None:
 
 @contextmanager
 def room_in(folder: Path, nbytes: int) -> Iterator[None]:
-    """Say what to do where the weights that the body writes turn out not to fit.
+    """Turn a full file system into an error that says what to do.
 
     Raises:
         SyncError: as `check_room`.

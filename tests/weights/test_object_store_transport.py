@@ -21,10 +21,10 @@ from tidemill.errors import ChainError, EngineError, StoreError, StoreRefusedErr
 from tidemill.fakes import FakeEngine
 from tidemill.protocols import PauseMode, WeightUpdate
 from tidemill.store.object_store import ObjectStore
-from tidemill.weights.outbox import Publication, StoreOutbox
-from tidemill.weights.publisher import WeightPublisher, places
-from tidemill.weights.receiver import Receiver, reserve
+from tidemill.weights.download import WeightDownloader, reserve
 from tidemill.weights.synchronizer import Synchronizer
+from tidemill.weights.transport import ObjectStoreTransport, Publication
+from tidemill.weights.upload import WeightUploader, locations
 
 PREFIX = "runs/tiny/weights"
 CANARY = np.arange(6, dtype=np.int32)
@@ -53,29 +53,31 @@ class Rig:
     store: ObjectStore
     folder: Path
     full_every: int = 4
-    publisher: WeightPublisher = field(init=False)
+    uploader: WeightUploader = field(init=False)
     files: dict[int, bytes] = field(default_factory=dict)
-    receivers: list[Receiver] = field(default_factory=list)
+    receivers: list[WeightDownloader] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.publisher = WeightPublisher(PREFIX, self.full_every)
+        self.uploader = WeightUploader(PREFIX, self.full_every)
 
     def publish(self, version: int, tensors: dict[str, torch.Tensor] | None = None) -> Publication:
         path = self.folder / "export.safetensors"
         save_file(make_weights(version) if tensors is None else tensors, path, metadata={"format": "pt"})
         self.files[version] = path.read_bytes()
-        return self.publisher.publish(self.store, version, path)
+        return self.uploader.publish(self.store, version, path)
 
-    def receiver(self, name: str = "received", store: ObjectStore | None = None, timeout_s: float = 120) -> Receiver:
+    def downloader(
+        self, name: str = "received", store: ObjectStore | None = None, timeout_s: float = 120
+    ) -> WeightDownloader:
         @contextmanager
         def opened() -> Iterator[ObjectStore]:
             yield store or self.store
 
-        self.receivers.append(Receiver(self.folder / name, opened, timeout_s))
+        self.receivers.append(WeightDownloader(self.folder / name, opened, timeout_s))
         return self.receivers[-1]
 
     def keys(self, serial: int) -> list[str]:
-        return [item.key for item in self.store.list(self.publisher.first.at(serial).key)]
+        return [item.key for item in self.store.list(self.uploader.first.at(serial).key)]
 
     def damage(self, key: str, position: int) -> None:
         data = bytearray(self.store.get_bytes(key))
@@ -87,32 +89,32 @@ class Rig:
 def rig(seaweedfs: ObjectStore, tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(seaweedfs, tmp_path)
     yield rig
-    for receiver in rig.receivers:
-        receiver.close()
+    for downloader in rig.receivers:
+        downloader.close()
 
 
-async def fetched(receiver: Receiver, update: WeightUpdate) -> bytes:
-    async with receiver.local(update) as local:
+async def fetched(downloader: WeightDownloader, update: WeightUpdate) -> bytes:
+    async with downloader.local(update) as local:
         data = Path(local.path).read_bytes()
         assert (local.version, local.nbytes) == (update.version, len(data))
         return data
 
 
 async def test_every_version_arrives_byte_for_byte(rig: Rig) -> None:
-    receiver, full = rig.receiver(), []
+    downloader, full = rig.downloader(), []
     for version in range(10):
         publication = rig.publish(version)
-        assert await fetched(receiver, publication.update) == rig.files[version]
+        assert await fetched(downloader, publication.update) == rig.files[version]
         full.append(publication.metrics["sync/full"])
     assert full == [1, 0, 0, 0, 1, 0, 0, 0, 1, 0]
 
 
 async def test_it_works_on_any_s3_server(store: ObjectStore, tmp_path: Path) -> None:
     rig = Rig(store, tmp_path)
-    receiver = rig.receiver()
+    downloader = rig.downloader()
     for version in range(5):
-        assert await fetched(receiver, rig.publish(version).update) == rig.files[version]
-    receiver.close()
+        assert await fetched(downloader, rig.publish(version).update) == rig.files[version]
+    downloader.close()
 
 
 def test_a_delta_is_a_small_share_of_a_snapshot(rig: Rig) -> None:
@@ -121,44 +123,46 @@ def test_a_delta_is_a_small_share_of_a_snapshot(rig: Rig) -> None:
 
 
 async def test_large_weights_travel_in_several_parts(rig: Rig) -> None:
-    receiver = rig.receiver()
+    downloader = rig.downloader()
     for version in range(2):
         tensors = {name: torch.full((5 << 20,), 1.0 + version) for name in "abc"}
-        assert await fetched(receiver, rig.publish(version, tensors).update) == rig.files[version]
+        assert await fetched(downloader, rig.publish(version, tensors).update) == rig.files[version]
     assert [key.rpartition("/")[2] for key in rig.keys(1)] == ["manifest", "part-0000", "part-0001", "part-0002"]
 
 
 @pytest.mark.parametrize("versions", [(0, 3), (0, 5), (1, 2, 7), (0, 11)])
 async def test_a_receiver_may_skip_versions(rig: Rig, versions: tuple[int, ...]) -> None:
-    receiver = rig.receiver()
+    downloader = rig.downloader()
     for version in range(12):
         update = rig.publish(version).update
         if version in versions:
-            assert await fetched(receiver, update) == rig.files[version]
+            assert await fetched(downloader, update) == rig.files[version]
 
 
 @pytest.mark.parametrize("newest", [0, 3, 4, 6])
 async def test_a_receiver_that_has_nothing_catches_up(rig: Rig, newest: int) -> None:
     update = [rig.publish(version) for version in range(newest + 1)][-1].update
-    assert await fetched(rig.receiver(), update) == rig.files[newest]
+    assert await fetched(rig.downloader(), update) == rig.files[newest]
 
 
 async def test_only_the_newest_file_stays_in_memory(rig: Rig) -> None:
-    receiver = rig.receiver()
+    downloader = rig.downloader()
     for version in range(6):
-        await fetched(receiver, rig.publish(version).update)
-    assert [path.name for path in receiver.folder.glob("*.safetensors")] == [receiver.path(place_of(rig, 6)).name]
+        await fetched(downloader, rig.publish(version).update)
+    assert [path.name for path in downloader.folder.glob("*.safetensors")] == [
+        downloader.path(location_of(rig, 6)).name
+    ]
     assert not (rig.folder / "export.safetensors").exists()
 
 
-def place_of(rig: Rig, serial: int) -> Any:
-    return rig.publisher.first.at(serial)
+def location_of(rig: Rig, serial: int) -> Any:
+    return rig.uploader.first.at(serial)
 
 
 def test_versions_before_the_previous_snapshot_are_deleted(rig: Rig) -> None:
     for version in range(10):
         rig.publish(version)
-    assert [place.serial for place in places(rig.store, PREFIX)] == [5, 6, 7, 8, 9, 10]
+    assert [location.serial for location in locations(rig.store, PREFIX)] == [5, 6, 7, 8, 9, 10]
 
 
 def test_a_deletion_that_fails_leaves_no_version_that_lacks_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,20 +178,20 @@ def test_a_deletion_that_fails_leaves_no_version_that_lacks_parts(rig: Rig, monk
 
 
 async def test_another_attempt_starts_over_and_deletes_the_last_one(rig: Rig) -> None:
-    receiver = rig.receiver()
-    await fetched(receiver, rig.publish(5).update)
+    downloader = rig.downloader()
+    await fetched(downloader, rig.publish(5).update)
     again = Rig(rig.store, rig.folder)
     again.publish(5, make_weights(40))
-    assert await fetched(receiver, again.publish(6).update) == again.files[6]
-    assert {place.attempt for place in places(rig.store, PREFIX)} == {again.publisher.first.attempt}
+    assert await fetched(downloader, again.publish(6).update) == again.files[6]
+    assert {location.attempt for location in locations(rig.store, PREFIX)} == {again.uploader.first.attempt}
 
 
 async def test_tensors_of_another_shape_come_as_a_snapshot(rig: Rig) -> None:
-    receiver = rig.receiver()
-    await fetched(receiver, rig.publish(0).update)
+    downloader = rig.downloader()
+    await fetched(downloader, rig.publish(0).update)
     publication = rig.publish(1, {"embed": torch.ones(3)})
     assert publication.metrics["sync/full"] == 1
-    assert await fetched(receiver, publication.update) == rig.files[1]
+    assert await fetched(downloader, publication.update) == rig.files[1]
 
 
 class Crashing(ObjectStore):
@@ -205,32 +209,32 @@ async def test_a_version_without_a_manifest_does_not_exist(rig: Rig) -> None:
     with pytest.raises(StoreError, match="went down"):
         rig.publish(1)
     assert [key.rpartition("/")[2] for key in rig.keys(2)] == ["part-0000"]
-    rig.store, halfway = sound, WeightUpdate(1, sound.uri(place_of(rig, 2).key), first.update.nbytes)
+    rig.store, halfway = sound, WeightUpdate(1, sound.uri(location_of(rig, 2).key), first.update.nbytes)
     with pytest.raises(ChainError, match=r"cannot bring version 1 from the store.*00000002/manifest"):
-        await fetched(rig.receiver("late"), halfway)
-    assert await fetched(rig.receiver(), first.update) == rig.files[0]
-    assert await fetched(rig.receiver(), rig.publish(2).update) == rig.files[2]
+        await fetched(rig.downloader("late"), halfway)
+    assert await fetched(rig.downloader(), first.update) == rig.files[0]
+    assert await fetched(rig.downloader(), rig.publish(2).update) == rig.files[2]
 
 
 @pytest.mark.parametrize(("position", "kept"), [(0, None), (100, None), (-100, None), (0, -5), (0, 0)])
 async def test_a_damaged_base_is_noticed_and_replaced(
     rig: Rig, caplog: pytest.LogCaptureFixture, position: int, kept: int | None
 ) -> None:
-    receiver = rig.receiver()
-    await fetched(receiver, rig.publish(0).update)
-    path = receiver.path(place_of(rig, 1))
+    downloader = rig.downloader()
+    await fetched(downloader, rig.publish(0).update)
+    path = downloader.path(location_of(rig, 1))
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data[:kept])
-    assert await fetched(receiver, rig.publish(1).update) == rig.files[1]
+    assert await fetched(downloader, rig.publish(1).update) == rig.files[1]
     assert "cannot be made from" in caplog.text
 
 
 async def test_a_lost_base_is_fetched_again(rig: Rig) -> None:
-    receiver = rig.receiver()
-    await fetched(receiver, rig.publish(0).update)
-    receiver.path(place_of(rig, 1)).unlink()
-    assert await fetched(receiver, rig.publish(1).update) == rig.files[1]
+    downloader = rig.downloader()
+    await fetched(downloader, rig.publish(0).update)
+    downloader.path(location_of(rig, 1)).unlink()
+    assert await fetched(downloader, rig.publish(1).update) == rig.files[1]
 
 
 @pytest.mark.parametrize("serial", [1, 2])
@@ -241,9 +245,9 @@ async def test_any_damaged_byte_in_the_store_is_noticed(rig: Rig, serial: int) -
         for position in {*range(0, size, size // 20 + 1), size - 1}:
             rig.damage(key, position)
             with pytest.raises(ChainError, match="cannot bring version 1 from the store"):
-                await fetched(rig.receiver(), update)
+                await fetched(rig.downloader(), update)
             rig.damage(key, position)
-    assert await fetched(rig.receiver(), update) == rig.files[1]
+    assert await fetched(rig.downloader(), update) == rig.files[1]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 17, -1])
@@ -253,9 +257,9 @@ async def test_any_object_in_the_store_that_was_cut_short_is_noticed(rig: Rig, k
         whole = rig.store.get_bytes(key)
         rig.store.put_bytes(key, whole[:kept])
         with pytest.raises(ChainError, match="cannot bring version 1 from the store"):
-            await fetched(rig.receiver(), update)
+            await fetched(rig.downloader(), update)
         rig.store.put_bytes(key, whole)
-    assert await fetched(rig.receiver(), update) == rig.files[1]
+    assert await fetched(rig.downloader(), update) == rig.files[1]
 
 
 async def test_the_error_names_version_tensor_object_and_remedy(rig: Rig) -> None:
@@ -263,47 +267,55 @@ async def test_the_error_names_version_tensor_object_and_remedy(rig: Rig) -> Non
     key = rig.keys(1)[-1]
     rig.damage(key, 100)
     with pytest.raises(ChainError, match=rf"tensor \S+ of version 7 in s3://\S+{key} is damaged.*full snapshot"):
-        await fetched(rig.receiver(), update)
-    assert not list(rig.receiver().folder.glob(".*.part"))
+        await fetched(rig.downloader(), update)
+    assert not list(rig.downloader().folder.glob(".*.part"))
 
 
 class Receiving(FakeEngine):
-    """Stands for an engine with its receiver; keeps what it was given."""
+    """Stands for an engine with its downloader; keeps what it was given."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, downloader: WeightDownloader) -> None:
         super().__init__()
-        self.receiver, self.loaded = receiver, b""
+        self.downloader, self.loaded = downloader, b""
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        self.loaded = await fetched(self.receiver, update)
+        self.loaded = await fetched(self.downloader, update)
         await super().update_weights(update, mode)
 
 
-def synced(rig: Rig, *engines: FakeEngine) -> SyncRig:
-    async def write() -> None:
-        """Its weights are made when they are uploaded."""
+class Trainer:
+    """Its weights are made when they are uploaded."""
 
-    async def upload(version: int) -> Publication:
-        return await asyncio.to_thread(rig.publish, version)
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
 
-    async def republish() -> Publication:
-        return await asyncio.to_thread(rig.publisher.snapshot, rig.store)
+    async def write_weights(self) -> None:
+        pass
 
-    async def score(tokens: Any) -> Any:
+    async def upload_weights(self, version: int) -> Publication:
+        return await asyncio.to_thread(self.rig.publish, version)
+
+    async def upload_snapshot(self) -> Publication:
+        return await asyncio.to_thread(self.rig.uploader.snapshot, self.rig.store)
+
+    async def score(self, tokens: Any) -> Any:
         return np.full(len(tokens) - 1, -math.log(64), dtype=np.float32)
 
-    outbox = StoreOutbox(write, upload, republish, rig.store, PREFIX)
-    return SyncRig(Synchronizer(SyncConfig(), outbox, score, CANARY), *engines)
+
+def synced(rig: Rig, *engines: FakeEngine) -> SyncRig:
+    source = Trainer(rig)
+    transport = ObjectStoreTransport(source, rig.store, PREFIX)
+    return SyncRig(Synchronizer(SyncConfig(), transport, source, CANARY), *engines)
 
 
 async def test_engines_on_two_hosts_adopt_every_version(rig: Rig) -> None:
-    engines = [Receiving(rig.receiver(name)) for name in ("here", "here", "there")]
+    engines = [Receiving(rig.downloader(name)) for name in ("here", "here", "there")]
     publisher = synced(rig, *engines)
     for serial, version in enumerate((0, 1, 3, 9), start=1):
         metrics = await publisher.publish(version, "keep")
         assert [engine.loaded for engine in engines] == 3 * [rig.files[version]]
         assert metrics["sync/bytes"] == len(rig.files[version])
-        parts = [item for item in rig.store.list(place_of(rig, serial).key) if "/part-" in item.key]
+        parts = [item for item in rig.store.list(location_of(rig, serial).key) if "/part-" in item.key]
         assert metrics["sync/stored_bytes"] == sum(part.nbytes for part in parts)
         assert metrics["sync/full"] == (version == 0)
     publisher.close()
@@ -311,20 +323,20 @@ async def test_engines_on_two_hosts_adopt_every_version(rig: Rig) -> None:
 
 
 async def test_an_engine_that_joins_late_adopts_the_newest_version(rig: Rig) -> None:
-    publisher = synced(rig, Receiving(rig.receiver()))
+    publisher = synced(rig, Receiving(rig.downloader()))
     for version in range(3):
         await publisher.publish(version, "keep")
-    late = Receiving(rig.receiver("late"))
+    late = Receiving(rig.downloader("late"))
     await publisher.join(9, late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
 
 
 async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    publisher = synced(rig, Receiving(rig.receiver()))
+    publisher = synced(rig, Receiving(rig.downloader()))
     for version in range(3):
         await publisher.publish(version, "keep")
-    rig.store.delete_prefix(place_of(rig, 2).key)
-    late = Receiving(rig.receiver("late"))
+    rig.store.delete_prefix(location_of(rig, 2).key)
+    late = Receiving(rig.downloader("late"))
     await publisher.join(9, late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
     assert "publishing version 2 as a snapshot" in caplog.text
@@ -333,7 +345,7 @@ async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.L
 
 
 async def test_a_store_that_fails_is_an_error_of_the_version(rig: Rig) -> None:
-    publisher = synced(rig, Receiving(rig.receiver()))
+    publisher = synced(rig, Receiving(rig.downloader()))
     await publisher.publish(0, "keep")
     rig.store = Crashing(rig.store.client, rig.store.endpoint, rig.store.bucket)
     with pytest.raises(StoreError, match=r"version 1 could not be published .* the machine went down"):
@@ -354,13 +366,13 @@ class Counting(ObjectStore):
 
 async def test_a_receiver_reads_no_more_than_what_changed_since_its_base(rig: Rig) -> None:
     counting = Counting(rig.store)
-    receiver = rig.receiver(store=counting)
+    downloader = rig.downloader(store=counting)
     read: dict[int, list[str]] = {}
     for version in range(5):
         update = rig.publish(version).update
         if version != 2:
             counting.read = []
-            await fetched(receiver, update)
+            await fetched(downloader, update)
             read[version] = sorted(counting.read)
     assert read[3] == [key for serial in (3, 4) for key in rig.keys(serial)]
     assert read[4] == rig.keys(5)  # a snapshot, which needs no base
@@ -369,24 +381,24 @@ async def test_a_receiver_reads_no_more_than_what_changed_since_its_base(rig: Ri
 async def test_engines_of_one_host_fetch_once(rig: Rig) -> None:
     update = rig.publish(0).update
     counting = Counting(rig.store)
-    receivers = [rig.receiver(store=counting) for _ in range(4)]
+    receivers = [rig.downloader(store=counting) for _ in range(4)]
     assert await asyncio.gather(*(fetched(r, update) for r in receivers)) == 4 * [rig.files[0]]
     assert sorted(counting.read) == sorted(set(counting.read))
 
 
 async def test_a_file_that_is_being_loaded_stays(rig: Rig) -> None:
     old, new = rig.publish(0).update, rig.publish(1).update
-    async with rig.receiver().local(old) as loading:
+    async with rig.downloader().local(old) as loading:
         with pytest.raises(EngineError, match=r"version 1 waited .* more than 0\.1 s, because another engine"):
-            await fetched(rig.receiver(timeout_s=0.1), new)
+            await fetched(rig.downloader(timeout_s=0.1), new)
         assert Path(loading.path).read_bytes() == rig.files[0]
-    assert await fetched(rig.receiver(), new) == rig.files[1]
+    assert await fetched(rig.downloader(), new) == rig.files[1]
 
 
 async def test_an_engine_that_takes_long_to_load_a_version_holds_up_no_other_of_its_host(rig: Rig) -> None:
     """With `asynchrony.pause_mode: wait` it first lets its groups finish."""
     update = rig.publish(0).update
-    async with rig.receiver().local(update), rig.receiver(timeout_s=0.0).local(update) as local:
+    async with rig.downloader().local(update), rig.downloader(timeout_s=0.0).local(update) as local:
         assert Path(local.path).read_bytes() == rig.files[0]
 
 
@@ -405,8 +417,8 @@ class Away(ObjectStore):
 
 async def test_a_store_that_is_away_for_an_engine_costs_it_no_base_and_the_version_another_try(rig: Rig) -> None:
     away = Away(rig.store)
-    engine = Receiving(rig.receiver(store=away))
-    publisher = synced(rig, engine, Receiving(rig.receiver("there")))
+    engine = Receiving(rig.downloader(store=away))
+    publisher = synced(rig, engine, Receiving(rig.downloader("there")))
     await publisher.publish(0, "keep")
     away.errors = [StoreError("no answer")]
     metrics = await publisher.publish(1, "keep")
@@ -419,36 +431,37 @@ async def test_a_store_that_stays_away_for_an_engine_is_no_harm_to_the_weights(
 ) -> None:
     """Another attempt at the run may mend it, unless it is the keys; so may another engine in place of a late one."""
     away = Away(rig.store)
-    receiver = rig.receiver(store=away)
-    publisher = synced(rig, Receiving(receiver))
+    downloader = rig.downloader(store=away)
+    publisher = synced(rig, Receiving(downloader))
     await publisher.publish(0, "keep")
     away.errors = [error] * 100
     with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 1: engine 0: no") as caught:
         await publisher.publish(1, "keep")
     assert not isinstance(caught.value, ChainError)
     assert is_retryable(caught.value) == retryable
-    assert receiver.path(place_of(rig, 1)).exists()
-    late = Receiving(rig.receiver("late", store=Away(rig.store, *[error] * 100)))
+    assert downloader.path(location_of(rig, 1)).exists()
+    late = Receiving(rig.downloader("late", store=Away(rig.store, *[error] * 100)))
     with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 0 late: engine 9: no"):
         await publisher.join(9, late)
 
 
 async def test_keys_that_are_refused_stay_that_where_a_version_is_published(rig: Rig) -> None:
-    async def refused(version: int = 0) -> Publication:
-        raise StoreRefusedError("wrong keys")
+    class Refused(Trainer):
+        async def upload_weights(self, version: int) -> Publication:
+            raise StoreRefusedError("wrong keys")
 
-    async def written() -> None:
-        """That needs no store."""
+        async def upload_snapshot(self) -> Publication:
+            raise StoreRefusedError("wrong keys")
 
-    outbox = StoreOutbox(written, refused, refused, rig.store, PREFIX)
-    for publishing in (outbox.send(3), outbox.snapshot()):
+    transport = ObjectStoreTransport(Refused(rig), rig.store, PREFIX)
+    for publishing in (transport.send(3), transport.snapshot()):
         with pytest.raises(StoreRefusedError, match=r"published .*: wrong keys"):
             await publishing
 
 
 async def test_the_last_engine_of_a_host_frees_its_memory(rig: Rig) -> None:
     update = rig.publish(0).update
-    first, second = rig.receiver(), rig.receiver()
+    first, second = rig.downloader(), rig.downloader()
     await fetched(first, update)
     first.close()
     assert list(second.folder.glob("*.safetensors"))

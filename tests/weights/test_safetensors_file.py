@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tidemill.errors import SyncError
-from tidemill.weights.weight_file import WeightFile, spans
+from tidemill.weights.safetensors_file import SafetensorsFile, parse_header
 
 TENSORS = {
     "b": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_every_tensor_is_found_with_its_bytes_and_width(path: Path) -> None:
-    file = WeightFile.open(path)
+    file = SafetensorsFile.open(path)
     loaded = load_file(path)
     assert {span.name for span in file.spans} == loaded.keys()
     for span in file.spans:
@@ -38,13 +38,13 @@ def test_every_tensor_is_found_with_its_bytes_and_width(path: Path) -> None:
 
 
 def test_header_and_tensors_are_the_whole_file(path: Path) -> None:
-    file = WeightFile.open(path)
+    file = SafetensorsFile.open(path)
     assert file.header + b"".join(file.tensor(span).tobytes() for span in file.spans) == path.read_bytes()
 
 
 def test_the_mapping_outlives_the_name(path: Path) -> None:
     data = path.read_bytes()
-    file = WeightFile.open(path)
+    file = SafetensorsFile.open(path)
     path.unlink()
     assert file.data.tobytes() == data
 
@@ -53,7 +53,7 @@ def test_the_mapping_outlives_the_name(path: Path) -> None:
 def test_a_file_that_was_cut_short_is_refused(path: Path, kept: int) -> None:
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(SyncError, match=r"cannot be read|no safetensors header|do not fill"):
-        WeightFile.open(path)
+        SafetensorsFile.open(path)
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_a_header_that_does_not_describe_the_file_is_refused(tree: object) -> No
     text = json.dumps(tree).encode()
     header = len(text).to_bytes(8, "little") + text
     with pytest.raises(SyncError, match=r"no safetensors header|do not fill"):
-        spans(header, len(header) + 8)
+        parse_header(header, len(header) + 8)

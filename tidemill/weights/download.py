@@ -1,4 +1,4 @@
-"""An engine's end of the object store: brings a version to a file in memory, from whatever it has.
+"""An engine's side of the object store: brings a version to a file in memory, from the newest version that it has.
 
 The file is the trainer's export byte for byte, so that the engine loads it as one on the trainer's host would. Engines
 of one host share the folder: one fetches, the others find the file.
@@ -26,20 +26,20 @@ from tidemill.errors import ChainError, EngineError, StoreMissingError
 from tidemill.protocols import WeightUpdate
 from tidemill.store.object_store import ObjectStore, parse_uri
 from tidemill.weights.delta import Bytes, apply, checksum
-from tidemill.weights.manifest import Link, Part, Place
-from tidemill.weights.outbox import no_room
-from tidemill.weights.weight_file import Span, spans
+from tidemill.weights.manifest import Location, Part, StoredVersion
+from tidemill.weights.safetensors_file import Span, parse_header
+from tidemill.weights.transport import no_room
 
 THREADS = 4
 POLL_S = 0.01
 FILE = re.compile(r"^([0-9a-f]{8})-(\d{8,})\.safetensors$")
-FIX = "The trainer mends it with a full snapshot, by itself when it syncs; look why the store lost or changed an object"
+FIX = "The trainer uploads a full snapshot at its next sync; find out why the store lost or changed an object"
 
-log = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 
-class Receiver:
-    """Fetches for one engine.
+class WeightDownloader:
+    """Fetches versions for one engine.
 
     Args:
         folder: on a memory-backed file system, the same for all engines of the host.
@@ -82,7 +82,7 @@ class Receiver:
 
         Returns with the lock shared, so that others may load the file too and none may delete it.
         """
-        path = self.path(place_of(update))
+        path = self.path(location_of(update))
         while not self.found(lock, path, update):
             with self.open_store() as store:
                 self.fetch(store, update)
@@ -115,46 +115,46 @@ class Receiver:
             ChainError: what is stored of it is damaged or incomplete.
             StoreError: the store does not answer, or not as it should; what is here stays for the next try.
         """
-        place = place_of(update)
-        path = self.path(place)
+        location = location_of(update)
+        path = self.path(location)
         if path.exists():
             return path
-        base = self.newest_base(place)
+        base = self.newest_base(location)
         try:
-            self.build(store, place, path, base)
+            self.build(store, location, path, base)
         except (ChainError, StoreMissingError) as error:
             if base is None:
                 raise ChainError(f"cannot bring version {update.version} from the store: {error}. {FIX}") from error
-            log.warning("version %s cannot be made from %s (%s); fetching it whole", update.version, base, error)
+            LOG.warning("version %s cannot be made from %s (%s); fetching it whole", update.version, base, error)
             self.path(base).unlink(missing_ok=True)
             return self.fetch(store, update)
         self.delete_all_but(path)
         return path
 
-    def build(self, store: ObjectStore, place: Place, path: Path, base: Place | None) -> None:
+    def build(self, store: ObjectStore, location: Location, path: Path, base: Location | None) -> None:
         """Make the file of a version from its chain; it appears only when every checksum is right."""
-        links = chain(store, place, base)
+        versions = chain(store, location, base)
         partial = self.folder / f".{path.name}.{secrets.token_hex(4)}.part"
         try:
-            data = reserve(partial, links[0].manifest.nbytes)
-            if base is not None and links[0].manifest.base is not None:
+            data = reserve(partial, versions[0].manifest.nbytes)
+            if base is not None and versions[0].manifest.base is not None:
                 copy_base(self.path(base), data)
-            for link in links:
-                receive(store, link, data)
+            for version in versions:
+                receive(store, version, data)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
-    def newest_base(self, place: Place) -> Place | None:
+    def newest_base(self, location: Location) -> Location | None:
         """The newest file here that a delta of the same attempt may build upon."""
         matches = (FILE.match(path.name) for path in self.folder.iterdir())
-        held = (int(match[2]) for match in matches if match and match[1] == place.attempt)
-        serial = max((serial for serial in held if serial < place.serial), default=None)
-        return None if serial is None else place.at(serial)
+        held = (int(match[2]) for match in matches if match and match[1] == location.attempt)
+        serial = max((serial for serial in held if serial < location.serial), default=None)
+        return None if serial is None else location.at(serial)
 
-    def path(self, place: Place) -> Path:
+    def path(self, location: Location) -> Path:
         """Where the file of a version lies here."""
-        return self.folder / f"{place.attempt}-{place.serial:08d}.safetensors"
+        return self.folder / f"{location.attempt}-{location.serial:08d}.safetensors"
 
     def delete_all_but(self, path: Path | None) -> None:
         """Free what the newest version replaces; also what a killed engine left."""
@@ -163,22 +163,22 @@ class Receiver:
                 other.unlink()
 
 
-def place_of(update: WeightUpdate) -> Place:
+def location_of(update: WeightUpdate) -> Location:
     """Where a version lies in the bucket."""
-    return Place.parse(parse_uri(update.path)[1])
+    return Location.parse(parse_uri(update.path)[1])
 
 
-def chain(store: ObjectStore, place: Place, base: Place | None) -> list[Link]:
+def chain(store: ObjectStore, location: Location, base: Location | None) -> list[StoredVersion]:
     """What leads to a version, oldest first: from `base` where that is on the way, else from a full snapshot.
 
     Raises:
         ChainError: a manifest on the way is damaged.
         StoreMissingError: there is none.
     """
-    links = [Link.load(store, place)]
-    while (serial := links[-1].manifest.base) is not None and (base is None or serial != base.serial):
-        links.append(Link.load(store, place.at(serial)))
-    return links[::-1]
+    versions = [StoredVersion.load(store, location)]
+    while (serial := versions[-1].manifest.base) is not None and (base is None or serial != base.serial):
+        versions.append(StoredVersion.load(store, location.at(serial)))
+    return versions[::-1]
 
 
 def reserve(path: Path, nbytes: int) -> Bytes:
@@ -210,36 +210,38 @@ def copy_base(path: Path, data: Bytes) -> None:
     data[:] = base
 
 
-def receive(store: ObjectStore, link: Link, data: Bytes) -> None:
-    """Turn the base in `data` into the version of `link`, and check every tensor."""
-    manifest = link.manifest
+def receive(store: ObjectStore, version: StoredVersion, data: Bytes) -> None:
+    """Turn the base in `data` into `version`, and check every tensor."""
+    manifest = version.manifest
     header = np.frombuffer(manifest.header_bytes(), np.uint8)
     if manifest.base is None:
         data[: len(header)] = header
     elif not np.array_equal(data[: len(header)], header):
         raise ChainError(f"version {manifest.version} is a delta for tensors of other names or shapes")
-    where = {span.name: span for span in spans(manifest.header_bytes(), len(data))}
+    where = {span.name: span for span in parse_header(manifest.header_bytes(), len(data))}
     if where.keys() != {tensor.name for tensor in manifest.tensors()}:
         raise ChainError(f"the manifest of version {manifest.version} does not list the tensors of its header")
     with ThreadPoolExecutor(THREADS) as pool:
-        jobs = [pool.submit(receive_part, store, link, n, part, where, data) for n, part in enumerate(manifest.parts)]
+        jobs = [
+            pool.submit(receive_part, store, version, n, part, where, data) for n, part in enumerate(manifest.parts)
+        ]
     for job in jobs:
         job.result()
 
 
 def receive_part(
-    store: ObjectStore, link: Link, number: int, part: Part, where: Mapping[str, Span], data: Bytes
+    store: ObjectStore, version: StoredVersion, number: int, part: Part, where: Mapping[str, Span], data: Bytes
 ) -> None:
     """Fetch one part and apply it to its tensors."""
     nbytes = sum(tensor.nbytes for tensor in part)
-    key = link.place.part_key(number)
+    key = version.location.part_key(number)
     payload = memoryview(store.get_bytes(key) if nbytes else b"")
     if len(payload) != nbytes:
         raise ChainError(f"{store.uri(key)} has {len(payload)} bytes, published were {nbytes}")
     for stored in part:
         span = where[stored.name]
         tensor = data[span.start : span.stop]
-        what = f"tensor {stored.name} of version {link.manifest.version} in {store.uri(key)}"
+        what = f"tensor {stored.name} of version {version.manifest.version} in {store.uri(key)}"
         try:
             apply(stored.encoding, payload[: stored.nbytes], tensor, span.width)
         except ValueError as error:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from tidemill.errors import SyncError
 from tidemill.protocols import WeightUpdate
-from tidemill.weights.mapped_weights import MappedWeights
-from tidemill.weights.outbox import MemoryOutbox
+from tidemill.weights.tensor_files import MappedWeights
+from tidemill.weights.transport import SharedMemoryTransport
 
 
 def weights(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
@@ -32,15 +32,15 @@ class Trainer:
 
     def __init__(self, folder: Path, size: int = 1000) -> None:
         self.files, self.size, self.value = MappedWeights(), size, 0.0
-        self.outbox = MemoryOutbox(folder / "outbox", self.export)
+        self.transport = SharedMemoryTransport(folder / "transport", self)
 
     async def export(self, path: Path) -> int:
         return self.files.write(path, weights(self.value, self.size), torch.float32)
 
     def publish(self, version: int) -> WeightUpdate:
         self.value = float(version)
-        asyncio.run(self.outbox.export())
-        return asyncio.run(self.outbox.send(version)).update
+        asyncio.run(self.transport.export())
+        return asyncio.run(self.transport.send(version)).update
 
 
 def values(files: MappedWeights, update: WeightUpdate) -> set[float]:
@@ -83,7 +83,7 @@ def test_two_files_take_turns_and_stay_mapped(tmp_path: Path) -> None:
         assert values(engine, update) == {float(version)}
         inodes.append(Path(update.path).stat().st_ino)
         if last:
-            trainer.outbox.retire(last)
+            trainer.transport.release(last)
         last = update
     assert inodes[0] != inodes[1]
     assert inodes == (inodes[:2] * 3)[:5]
@@ -95,12 +95,12 @@ def test_a_file_that_is_still_read_is_not_written(tmp_path: Path) -> None:
     first = trainer.publish(1)
     with slow.reading(Path(first.path), first.nbytes) as mapped:
         second = trainer.publish(2)
-        trainer.outbox.retire(first)
+        trainer.transport.release(first)
         third = trainer.publish(3)
         assert mapped.tensors["a"].unique().tolist() == [1.0]
     assert values(slow, second) == {2.0}
     assert values(slow, third) == {3.0}
-    assert sorted(path.name for path in (tmp_path / "outbox").iterdir()) == ["v2.safetensors", "v3.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "transport").iterdir()) == ["v2.safetensors", "v3.safetensors"]
     assert len(slow.kept) == 2  # the memory of the first one is free
 
 
@@ -109,7 +109,7 @@ def test_a_version_that_was_replaced_cannot_be_read(tmp_path: Path) -> None:
     first = trainer.publish(1)
     assert values(late, first) == {1.0}
     trainer.publish(2)
-    trainer.outbox.retire(first)
+    trainer.transport.release(first)
     with pytest.raises(FileNotFoundError):
         values(late, first)
 
@@ -123,7 +123,7 @@ def test_an_engine_that_opened_a_version_and_then_waited_is_refused(
     def wait(file: Any, kind: int) -> None:
         monkeypatch.undo()
         trainer.publish(2)
-        trainer.outbox.retire(first)
+        trainer.transport.release(first)
         trainer.publish(3)
         Path(first.path).write_bytes(bytes(first.nbytes))  # even if there is one of its name again
         lock(file, kind)
@@ -155,7 +155,7 @@ def test_reading_and_writing_at_random_never_mixes_versions(tmp_path: Path) -> N
         thread.start()
     for version in range(1, 10_000):
         announced.append(trainer.publish(version))
-        trainer.outbox.retire(announced[-2])
+        trainer.transport.release(announced[-2])
         if version >= 40 and len(seen) >= 3:  # a busy machine may let no reader go on for long
             break
     done.set()
