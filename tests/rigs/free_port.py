@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import random
 import socket
+from collections.abc import Sequence
 from contextlib import closing
 
 PORTS = range(23000, 30000)
@@ -21,9 +22,9 @@ def give_back() -> None:
         held.close()
 
 
-def free_port() -> int:
-    """One of `PORTS` without a listener, which no other call returns."""
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+def free_port(ports: Sequence[int] = PORTS) -> int:
+    """One of `ports` without a listener, which no other call returns."""
+    for port in random.SystemRandom().sample(ports, len(ports)):
         held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             held.bind(("127.0.0.1", port))
@@ -34,4 +35,4 @@ def free_port() -> int:
         with closing(socket.socket()) as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
-    raise RuntimeError(f"every port of {PORTS} is taken")
+    raise RuntimeError(f"every port of {ports} is taken")

@@ -24,12 +24,12 @@ async def test_timers_end_in_their_order_and_after_their_time() -> None:
     assert own_time() - began == pytest.approx(2 * HOUR_S, abs=1.0)
 
 
-async def test_who_only_yields_comes_to_a_deadline_too() -> None:
+async def test_a_task_that_only_yields_reaches_its_deadline_too() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             while True:
                 await asyncio.sleep(0)
 
 
-async def test_what_a_thread_does_is_waited_for() -> None:
+async def test_the_loop_waits_for_a_thread() -> None:
     assert await asyncio.to_thread(sum, [1, 2]) == 3
