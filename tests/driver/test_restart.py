@@ -1,4 +1,4 @@
-"""What a run may go on with, and what of its settings its checkpoints depend on."""
+"""The state of a restart, and the settings on which checkpoints depend."""
 
 from __future__ import annotations
 
@@ -32,19 +32,17 @@ def changed(config: RunConfig, override: str) -> RunConfig:
     [
         (
             "asynchrony.max_staleness=2",
-            r"asynchrony\.max_staleness = 2: allowed is 1, with which addition was begun\. ",
+            r"asynchrony\.max_staleness = 2: allowed is 1, the value at the start of addition\. ",
         ),
-        ("asynchrony.partial_rollout=false", r"asynchrony\.partial_rollout = false: allowed is null, with which"),
-        ("trainer.ppo_mini_batch_size=8", r"trainer\.ppo_mini_batch_size = 8: allowed is 16, with which"),
-        ("rewards.0.options={a: 1}", r"rewards\.0\.options = {a: 1}: allowed is {}, with which"),
+        ("asynchrony.partial_rollout=false", r"asynchrony\.partial_rollout = false: allowed is null, the value at"),
+        ("trainer.ppo_mini_batch_size=8", r"trainer\.ppo_mini_batch_size = 8: allowed is 16, the value at"),
+        ("rewards.0.options={a: 1}", r"rewards\.0\.options = {a: 1}: allowed is {}, the value at"),
         ("rewards=[{function: exact_number}, {function: a:b}]", r"rewards = \[.*: allowed is \[{function: 'exact_num"),
-        ("data.epochs=3", r"data\.epochs = 3: allowed is null, with which .* leave it as it was, or start a new run"),
-        ("seed=1", r"seed = 1: allowed is 0, with which"),
+        ("data.epochs=3", r"data\.epochs = 3: allowed is null, the value at .* keep the value, or start a new run"),
+        ("seed=1", r"seed = 1: allowed is 0, the value at"),
     ],
 )
-def test_the_setting_that_does_not_fit_is_named_with_both_of_its_values(
-    addition: RunConfig, override: str, message: str
-) -> None:
+def test_a_setting_that_differs_is_named_with_both_values(addition: RunConfig, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{message}"):
         check_identity(changed(addition, override), identity(addition))
 
@@ -59,22 +57,22 @@ def test_the_setting_that_does_not_fit_is_named_with_both_of_its_values(
         "queue.capacity=64",
     ],
 )
-def test_what_no_checkpoint_depends_on_may_change(addition: RunConfig, override: str) -> None:
+def test_other_settings_may_change(addition: RunConfig, override: str) -> None:
     check_identity(changed(addition, override), identity(addition))
 
 
-def test_a_setting_that_a_checkpoint_does_not_name_is_not_judged(addition: RunConfig) -> None:
+def test_a_setting_that_the_checkpoint_does_not_name_may_differ(addition: RunConfig) -> None:
     saved = {key: value for key, value in identity(addition).items() if key != "trainer"}
     check_identity(changed(addition, "trainer.ppo_mini_batch_size=8"), saved)
 
 
-def test_the_fit_is_seen_from_the_state_alone(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
+def test_the_settings_are_compared_without_tensors(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     checkpoints = Checkpoints(store, addition.name, 2)
     check_fit(addition, checkpoints)
     checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
     place = checkpoints.manifest(1).folder
-    store.put_bytes(f"{place}/model.safetensors", b"damaged")  # of the same size, so that only its bytes tell
+    store.put_bytes(f"{place}/model.safetensors", b"damaged")  # of the same size
     check_fit(addition, checkpoints)
     with pytest.raises(ConfigError, match=r"^algorithm\.kl_loss_coef = 0\.5: allowed is 0\.0"):
         check_fit(changed(addition, "algorithm.kl_loss_coef=0.5"), checkpoints)
@@ -85,10 +83,9 @@ def test_the_fit_is_seen_from_the_state_alone(addition: RunConfig, store: Object
 def test_a_restart_reads_back_from_json(addition: RunConfig) -> None:
     restart = restart_of(addition)
     assert Restart.from_state(json.loads(json.dumps(restart.to_state()))) == restart
-    restart.check(addition)
 
 
-def test_the_newest_commit_is_what_a_run_goes_on_from(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_commit(addition: RunConfig, store: ObjectStore, tmp_path: Path) -> None:
     checkpoints = Checkpoints(store, addition.name, 2)
     assert find_restart(addition, checkpoints) is None
     (tmp_path / "model.safetensors").write_bytes(b"weights")

@@ -187,7 +187,7 @@ def test_settings_that_its_checkpoints_do_not_fit_leave_an_earlier_run_as_it_was
         checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition)})
     other = earlier("addition", addition.output, ["asynchrony.max_staleness=2"])
     with pytest.raises(
-        ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, with which addition was begun"
+        ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, the value at the start of addition"
     ):
         go_on(other, Console(file=io.StringIO()))
     assert settings.read_text() == before

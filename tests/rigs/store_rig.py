@@ -2,7 +2,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from free_port import free_port
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import StoreError
+from tidemill.retry import retrying
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import embedded_store
 
@@ -31,7 +31,7 @@ def seaweedfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 @pytest.fixture(scope="session")
 def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not minio_binary().is_file():
-        pytest.skip(f"no MinIO at {minio_binary()}: set TIDEMILL_MINIO")
+        pytest.skip(f"no MinIO at {minio_binary()}: run `make minio`, or set TIDEMILL_MINIO")
     folder, address = tmp_path_factory.mktemp("minio"), f"127.0.0.1:{free_port()}"
     keys = {"MINIO_ROOT_USER": "tidemill", "MINIO_ROOT_PASSWORD": secrets.token_hex(16)}
     command = [str(minio_binary()), "server", str(folder / "data"), "--address", address]
@@ -39,24 +39,11 @@ def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process = subprocess.Popen(command, env={**os.environ, **keys}, stdout=log, stderr=log)
     server = (f"http://{address}", keys["MINIO_ROOT_USER"], keys["MINIO_ROOT_PASSWORD"])
     try:
-        wait_for(server)
+        retrying(StoreError, 120.0, 0.1)(ObjectStore.connect, server[0], "ready", *server[1:])
         yield server
     finally:
         process.terminate()
         process.wait(60)
-
-
-def wait_for(server: Server) -> None:
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            ObjectStore.connect(server[0], "ready", *server[1:])
-        except StoreError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-        else:
-            return
 
 
 @pytest.fixture(params=["seaweedfs", "minio"])
@@ -67,7 +54,7 @@ def server(request: pytest.FixtureRequest) -> Server:
 
 @contextmanager
 def bucket(server: Server) -> Iterator[ObjectStore]:
-    """A new bucket, removed in the end: every one takes volumes of its own, and seaweedfs has few on a small disk."""
+    """A new bucket, removed afterwards: each bucket takes volumes, of which SeaweedFS has few on a small disk."""
     store = ObjectStore.connect(server[0], f"test-{secrets.token_hex(4)}", *server[1:])
     yield store
     for item in store.list(""):

@@ -1,4 +1,4 @@
-"""What a restart needs to know besides the tensors of a checkpoint."""
+"""The state of a restart besides the tensors of a checkpoint, and the settings on which a checkpoint depends."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tidemill.train.trainer import Position
 
 IDENTITY: Mapping[str, Any] = {
     **dict.fromkeys(("model", "seed", "data", "rewards", "algorithm", "asynchrony"), True),
-    "trainer": {"ppo_mini_batch_size"},  # with it the groups of a version, by which the ledger is read
+    "trainer": {"ppo_mini_batch_size"},  # gives the groups of a version, on which the ledger depends
 }
-"""A checkpoint fits only the same ones."""
+"""Settings that must equal those of the checkpoint."""
 MAY_CHANGE = re.compile(r"rewards\.\d+\.timeout_s")
-"""What stands among them and changes nothing of what is learned."""
+"""Exceptions, which do not affect the training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What a committed checkpoint says besides the tensors.
+    """The state of a checkpoint.
 
     Attributes:
-        position: how far the run was.
+        position: progress of the run.
         ledger: state of the prompt ledger.
-        mlflow_run_id: the run that goes on; None if MLflow was away all the time.
-        identity: the settings that must not change between attempts.
-        held_out_before: the first policy's evaluation, so that the report still has it.
+        mlflow_run_id: the MLflow run to continue; None if MLflow never answered.
+        identity: the settings of `IDENTITY`.
+        held_out_before: evaluation of the initial policy, for the report.
     """
 
     position: Position
@@ -41,39 +41,26 @@ class Restart:
     held_out_before: Evaluation | None
 
     def to_state(self) -> dict[str, object]:
-        """As JSON values."""
+        """The state as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Restart:
-        """From what `to_state` gave."""
+        """Read the result of `to_state`."""
         before = state["held_out_before"]
-        return cls(
-            Position(**state["position"]),
-            state["ledger"],
-            state["mlflow_run_id"],
-            state["identity"],
-            None
-            if before is None
-            else Evaluation(**{**before, "answers": tuple(Answer(**a) for a in before["answers"])}),
-        )
-
-    def check(self, config: RunConfig) -> None:
-        """Refuse to go on with other settings than the run began with.
-
-        Raises:
-            ConfigError: naming the first setting that differs.
-        """
-        check_identity(config, self.identity)
+        if before is not None:
+            before = Evaluation(**{**before, "answers": tuple(Answer(**answer) for answer in before["answers"])})
+        position = Position(**state["position"])
+        return cls(position, state["ledger"], state["mlflow_run_id"], state["identity"], before)
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """The settings that make a checkpoint fit."""
+    """The settings of `IDENTITY`, as JSON values."""
     return config.model_dump(mode="json", include=dict(IDENTITY))
 
 
 def check_identity(config: RunConfig, saved: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings than those of a checkpoint; one that it does not name is not judged.
+    """Refuse settings that differ from those of a checkpoint; a setting that the checkpoint does not name may differ.
 
     Raises:
         ConfigError: naming the first setting that differs.
@@ -81,13 +68,13 @@ def check_identity(config: RunConfig, saved: Mapping[str, Any]) -> None:
     for section, value in identity(config).items():
         for key, now, before in differences(value, saved.get(section, value), section):
             if not MAY_CHANGE.fullmatch(key):
-                allowed = f"{in_yaml(before)}, with which {config.name} was begun"
-                fix = "Its checkpoints depend on it: leave it as it was, or start a new run."
+                allowed = f"{in_yaml(before)}, the value at the start of {config.name}"
+                fix = "Its checkpoints depend on this setting: keep the value, or start a new run."
                 raise ConfigError(key, now, allowed, fix)
 
 
 def differences(now: Any, before: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    """The innermost values that differ, as (dotted key, value now, value before)."""
+    """The innermost values that differ: (dotted key, value now, value before)."""
     if isinstance(now, Mapping) and isinstance(before, Mapping) and now.keys() == before.keys():
         for name, value in now.items():
             yield from differences(value, before[name], f"{key}.{name}")
@@ -99,13 +86,13 @@ def differences(now: Any, before: Any, key: str) -> Iterator[tuple[str, Any, Any
 
 
 def check_fit(config: RunConfig, checkpoints: Checkpoints) -> None:
-    """Refuse to go on with a run that has checkpoints, where the settings say so or do not fit; reads no tensor.
+    """Refuse to resume a run whose checkpoints do not fit the settings; reads no tensor.
 
     Raises:
-        ConfigError: there are some and `checkpoint.resume` is `never`, or they were made with other settings.
+        ConfigError: there are checkpoints and `checkpoint.resume` is `never`, or they were made with other settings.
     """
     if config.checkpoint.resume == "never" and checkpoints.versions():
-        fix = "Take another name, or let it resume."
+        fix = "Choose another name, or allow it to resume."
         raise ConfigError("checkpoint.resume", "never", f"auto, because {config.name} has checkpoints", fix)
     found = checkpoints.newest_valid(tensors=False)
     if found is not None:
@@ -113,17 +100,15 @@ def check_fit(config: RunConfig, checkpoints: Checkpoints) -> None:
 
 
 def find_restart(config: RunConfig, checkpoints: Checkpoints) -> Restart | None:
-    """The newest intact commit of a run of this name, if there is one.
+    """The state of the newest intact commit of the run, or None without commits.
 
     Raises:
         ConfigError: it was made with other settings.
         CheckpointError: there are commits and none is intact.
     """
-    if checkpoints.latest() is None:
-        return None
     found = checkpoints.newest_valid()
     if found is None:
         return None
     restart = Restart.from_state(found[1])
-    restart.check(config)
+    check_identity(config, restart.identity)
     return restart

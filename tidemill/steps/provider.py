@@ -18,7 +18,7 @@ from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation
 from tidemill.steps.lock import held, label
 from tidemill.steps.preflight import check_cluster, check_room, count_weights
-from tidemill.store.checkpoint import clear_transit
+from tidemill.store.checkpoint import remove_partial_transfers
 from tidemill.store.lease import Claim, leased, next_claim
 from tidemill.store.server import open_store
 
@@ -78,7 +78,7 @@ class MachineProvider:
     def teardown(self) -> None:
         """See `Provider.teardown`."""
         LocalCluster(self.config).teardown()
-        clear_transit(self.config)
+        remove_partial_transfers(self.config)
 
 
 def train_here(config: RunConfig, *, score_last: bool = False) -> Summary:

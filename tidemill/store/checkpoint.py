@@ -106,7 +106,7 @@ class Checkpoints:
         manifest = Manifest(FORMAT, self.run_name, version, place, parts)
         self.check_lease()  # again, because the upload takes long
         self.store.put_bytes(self.manifest_key(version), manifest.to_json())
-        self.retire(manifest)
+        self.delete_replaced(manifest)
         return self.store.uri(self.commit_prefix(version))
 
     def check_lease(self) -> None:
@@ -121,31 +121,13 @@ class Checkpoints:
         if self.fence is not None:
             self.fence.check()
 
-    def latest(self) -> int | None:
-        """The newest version with a readable manifest; None without any commit.
-
-        Raises:
-            CheckpointError: there are commits, and none has a readable manifest.
-        """
-        versions = self.versions()
-        for version in versions:
-            try:
-                self.manifest(version)
-            except CheckpointError as error:
-                log.warning("%s; trying the commit before it", error)
-            else:
-                return version
-        if versions:
-            raise self.nothing_intact(versions)
-        return None
-
     def load(self, version: int, folder: Path) -> dict[str, Any]:
         """Download the parts of a commit into `folder`, verified; returns the state.
 
         Raises:
             CheckpointError: the commit does not exist, or a part is missing or damaged. No part remains in `folder`.
         """
-        manifest = self.complete(version)
+        manifest = self.complete_manifest(version)
         written: list[Path] = []
         try:
             for part in manifest.parts:
@@ -189,7 +171,7 @@ class Checkpoints:
         Raises:
             CheckpointError: as `load`.
         """
-        manifest, state = self.complete(version), io.BytesIO()
+        manifest, state = self.complete_manifest(version), io.BytesIO()
         for part in (part for part in manifest.parts if tensors or part.key == STATE):
             key = f"{manifest.folder}/{part.key}"
             check_same(part, self.store.receive(key, state if part.key == STATE else Nowhere()), self.store.uri(key))
@@ -226,7 +208,7 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {self.store.uri(key)} is of {manifest.run} version {manifest.version}")
         return manifest
 
-    def complete(self, version: int) -> Manifest:
+    def complete_manifest(self, version: int) -> Manifest:
         """The manifest of a commit, after a check that all its parts exist."""
         manifest = self.manifest(version)
         listed = {item.key: item for item in self.store.list(manifest.folder)}
@@ -256,7 +238,7 @@ class Checkpoints:
         state: dict[str, Any] = json.loads(data)
         return state
 
-    def retire(self, current: Manifest) -> None:
+    def delete_replaced(self, current: Manifest) -> None:
         """Delete the commits that `current` replaces: manifests first, then parts.
 
         A failure costs space and does not end the run.
@@ -326,7 +308,7 @@ def staging_folder(config: RunConfig, rank: int) -> Path:
     return config.folder / f"{STAGING}{rank}"
 
 
-def clear_transit(config: RunConfig) -> None:
+def remove_partial_transfers(config: RunConfig) -> None:
     """Remove the partial downloads and uploads of checkpoints that failed or killed trainers left."""
     remove_download(restored_folder(config))
     for folder in config.folder.glob(f"{STAGING}*"):
