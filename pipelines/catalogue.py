@@ -1,8 +1,40 @@
-"""All pipelines, by the names that the command line and the files below `compiled/` have."""
+"""All pipelines by name: KFP's object, its YAML, and its parameters as a person writes them, `NAME=VALUE`.
 
-from typing import Any
+Only what needs KFP imports it.
+"""
 
-PIPELINES = ("post_training", "sweep", "continual")
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+Pipeline = Literal["post_training", "sweep", "continual"]
+PIPELINES: tuple[Pipeline, ...] = get_args(Pipeline)
+Value = str | int | float
+TYPES: Mapping[str, Callable[[str], Value]] = {"String": str, "Integer": int, "Float": float}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run or a schedule executes.
+
+    Attributes:
+        name: of the run or schedule.
+        pipeline: one of `PIPELINES`.
+        parameters: of the pipeline, as text.
+        experiment: its name.
+        create_experiment: whether to create it if it does not exist.
+        service_account: of the steps.
+    """
+
+    name: str
+    pipeline: str
+    parameters: Mapping[str, str]
+    experiment: str
+    create_experiment: bool
+    service_account: str
 
 
 def pipeline_of(name: str) -> Any:
@@ -26,3 +58,52 @@ def pipeline_of(name: str) -> Any:
             return continual
         case _:
             raise ValueError(f"there is no pipeline {name!r}; there are {', '.join(PIPELINES)}")
+
+
+def compiled(name: str) -> str:
+    """The YAML of a pipeline, as KFP takes it."""
+    from kfp import compiler
+
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = Path(folder) / "pipeline.yaml"
+        compiler.Compiler().compile(pipeline_of(name), package_path=str(path))
+        return path.read_text(encoding="utf-8")
+
+
+def pairs(words: Sequence[str]) -> dict[str, str]:
+    """Parameters written as `NAME=VALUE`, by name.
+
+    Raises:
+        ValueError: a word has another form.
+    """
+    split = [word.partition("=") for word in words]
+    if wrong := [word for word, (name, equals, _) in zip(words, split, strict=True) if not (name and equals)]:
+        raise ValueError(f"{wrong[0]!r} is not of the form NAME=VALUE")
+    return {name: value for name, _, value in split}
+
+
+def typed(pipeline: str, given: Mapping[str, str]) -> dict[str, Value]:
+    """The parameters of a pipeline, each of its type: numbers stay numbers.
+
+    Raises:
+        ValueError: one is unknown or missing, or its value is of another type.
+    """
+    known = pipeline_of(pipeline).component_spec.inputs
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{pipeline} has no parameter {unknown[0]}; it has {', '.join(known)}")
+    if missing := [name for name, spec in known.items() if not spec.optional and name not in given]:
+        raise ValueError(f"{pipeline} needs the parameter {missing[0]}")
+    return {name: converted(name, value, known[name].type) for name, value in given.items()}
+
+
+def converted(name: str, value: str, kind: str) -> Value:
+    """A value of KFP's type `kind`.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    try:
+        return TYPES[kind](value)
+    except ValueError as error:
+        raise ValueError(f"{name} = {value!r} is not of the type {kind}") from error

@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from kfp import local
-from tidemill_pipelines.catalogue import PIPELINES, pipeline_of
-from tidemill_pipelines.parameters import Value, pairs, typed
+from tidemill_pipelines.catalogue import PIPELINES, Value, pairs, pipeline_of, typed
 
 USAGE = "usage: python -m tidemill_pipelines.local PIPELINE FOLDER NAME=VALUE ..., PIPELINE being"
 ASKED = ("config", "overrides", "run_name", "variants")

@@ -1,41 +1,60 @@
-"""KFP's API server: runs, schedules and versions of pipelines, through its client.
-
-`python -m tidemill_pipelines.service ACTION` reads the arguments of an action as JSON and writes its result as JSON;
-what goes wrong is one line on standard error and status 1.
-"""
+"""KFP's API server: runs, schedules and versions of pipelines, through its client."""
 
 import contextlib
 import hashlib
+import io
 import json
+import math
 import os
-import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 import kfp_server_api
-from kfp import Client, compiler
-from tidemill_pipelines.catalogue import pipeline_of
-from tidemill_pipelines.parameters import typed
+from kfp import Client
+from tidemill_pipelines.catalogue import Job, compiled, pipeline_of, typed
 from urllib3.exceptions import HTTPError
 
+from tidemill.errors import RunError
+from tidemill.retry import retrying, wait_for
+
 HEALTH = "/apis/v2beta1/healthz"
-TIMEOUT_S, POLL_S, PATIENCE_S = 10, 10, 600
+TIMEOUT_S, POLL_S, PATIENCE_S = 10.0, 10.0, 600.0
 BUSY = (0, 408, 429)
 PAGE = 100
 OVER = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 TOKEN = "TIDEMILL_KFP_TOKEN"
+UI_ENDPOINT = "KF_PIPELINES_UI_ENDPOINT"
 FORWARD = "kubectl -n kubeflow port-forward svc/ml-pipeline 8888, then --endpoint http://127.0.0.1:8888"
 
 
-class ServiceError(Exception):
-    """What a person is told."""
+class UnavailableError(RunError):
+    """KFP does not answer, fails or is busy; the same request may succeed later."""
+
+
+@dataclass(frozen=True)
+class Created:
+    """A run or a schedule that KFP has created: its id and the address of its page."""
+
+    id: str
+    page: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A recurring run of KFP."""
+
+    id: str
+    name: str
+    mode: str
+    cron: str
 
 
 @dataclass(frozen=True)
@@ -45,78 +64,189 @@ class Service:
     Attributes:
         client: KFP's own.
         endpoint: its address.
-        namespace: of a user, where KFP has several; "" where it has none.
+        namespace: of a user, where KFP has several; None where it has none.
     """
 
     client: Client
     endpoint: str
-    namespace: str
+    namespace: str | None
 
-    @classmethod
-    def connect(cls, endpoint: str, namespace: str) -> "Service":
-        """Knock first: the client itself would try for half a minute, and then show a traceback.
+    def run(self, job: Job) -> Created:
+        """Start a run now."""
+        made = self.client.run_pipeline(**self.arguments(job))
+        return Created(made.run_id, self.page("runs", made.run_id))
+
+    def schedule(self, job: Job, cron: str) -> Created:
+        """Create a schedule: enabled, one run at a time, and none for times that were missed.
 
         Raises:
-            ServiceError: nobody answers, or somebody else.
+            RunError: the name is taken.
         """
-        token = token_of(os.environ.get(TOKEN, ""))
-        knock(endpoint, token)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            client = Client(host=endpoint, namespace=namespace or "kubeflow", existing_token=token)
-        return cls(client, endpoint.rstrip("/"), namespace)
+        if any(each.name == job.name for each in self.schedules()):
+            raise RunError(f"there is already a schedule {job.name}; delete it first, or choose another name")
+        made = self.client.create_recurring_run(
+            **self.arguments(job), cron_expression=cron, max_concurrency=1, no_catchup=True, enabled=True
+        )
+        return Created(made.recurring_run_id, self.page("recurringrun", made.recurring_run_id))
 
-    def experiment(self, name: str, *, make: bool) -> str:
+    def arguments(self, job: Job) -> dict[str, Any]:
+        """What KFP's client takes for a run and for a schedule alike."""
+        pipeline, version = self.version(job.pipeline)
+        return {
+            "experiment_id": self.experiment(job.experiment, create=job.create_experiment),
+            "job_name": job.name,
+            "pipeline_id": pipeline,
+            "version_id": version,
+            "params": typed(job.pipeline, job.parameters),
+            "service_account": job.service_account,
+        }
+
+    def schedules(self) -> list[Schedule]:
+        """All schedules."""
+        found: list[Schedule] = []
+        token: str | None = ""
+        while token is not None:
+            page = self.client.list_recurring_runs(page_token=token, page_size=PAGE, namespace=self.namespace)
+            for each in page.recurring_runs or []:
+                cron = each.trigger.cron_schedule if each.trigger else None
+                found.append(Schedule(each.recurring_run_id, each.display_name, each.mode, cron.cron if cron else ""))
+            token = page.next_page_token or None
+        return found
+
+    def delete_schedule(self, name: str) -> None:
+        """Delete a schedule; runs that it started continue.
+
+        Raises:
+            RunError: it does not exist.
+        """
+        found = self.schedules()
+        same = [each.id for each in found if each.name == name]
+        if not same:
+            names = ", ".join(sorted(each.name for each in found)) or "none"
+            raise RunError(f"KFP has no schedule {name!r}; it has: {names}")
+        for key in same:
+            self.client.delete_recurring_run(key)
+
+    def wait(
+        self,
+        run: str,
+        *,
+        poll_s: float = POLL_S,
+        patience_s: float = PATIENCE_S,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> str:
+        """Wait for the end of a run, however long it takes; returns its state, one of `OVER`.
+
+        Args:
+            run: id of the KFP run.
+            poll_s: seconds between two requests.
+            patience_s: seconds for which KFP may be unavailable.
+            sleep: waits so many seconds.
+
+        Raises:
+            RunError: KFP refuses, or is unavailable for longer.
+        """
+
+        def final_state() -> str | None:
+            state: str = retrying(UnavailableError, patience_s, poll_s, sleep=sleep)(self.state, run)
+            return state if state in OVER else None
+
+        return wait_for(final_state, math.inf, poll_s, sleep=sleep) or ""
+
+    def state(self, run: str) -> str:
+        """State of a run."""
+        with kfp_errors(self.endpoint):
+            return str(self.client.get_run(run).state)
+
+    def experiment(self, name: str, *, create: bool) -> str:
         """Id of an experiment.
 
         Args:
             name: of the experiment.
-            make: whether to make it if it does not exist.
+            create: whether to create it if it does not exist.
 
         Raises:
-            ServiceError: it does not exist.
+            RunError: it does not exist.
         """
         try:
-            found = self.client.get_experiment(experiment_name=name, namespace=self.namespace or None)
+            found = self.client.get_experiment(experiment_name=name, namespace=self.namespace)
         except ValueError as error:
-            if make:
-                found = self.client.create_experiment(name, namespace=self.namespace or None)
-            else:
-                known = self.client.list_experiments(page_size=PAGE, namespace=self.namespace or None).experiments or []
-                names = ", ".join(sorted(each.display_name for each in known)) or "there is none"
-                raise ServiceError(f"KFP has no experiment {name!r}; those there are: {names}") from error
+            if not create:
+                known = self.client.list_experiments(page_size=PAGE, namespace=self.namespace).experiments or []
+                names = ", ".join(sorted(each.display_name for each in known)) or "none"
+                raise RunError(f"KFP has no experiment {name!r}; it has: {names}") from error
+            found = self.client.create_experiment(name, namespace=self.namespace)
         return str(found.experiment_id)
 
     def version(self, pipeline: str) -> tuple[str, str]:
-        """(pipeline id, version id) of a pipeline as it is compiled here, which is uploaded if it is new."""
-        name = pipeline_of(pipeline).pipeline_spec.pipeline_info.name
+        """(pipeline id, version id) of a pipeline as it is compiled here; a new one is uploaded."""
+        title = f"tidemill-{pipeline_of(pipeline).pipeline_spec.pipeline_info.name}"
+        text = compiled(pipeline)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "pipeline.yaml")
-            compiler.Compiler().compile(pipeline_of(pipeline), package_path=path)
-            with open(path, "rb") as file:
-                digest = hashlib.sha256(file.read()).hexdigest()[:12]
-            title = f"tidemill-{name}"
-            found = self.pipeline(title)
-            if found is None:
-                found = str(self.client.upload_pipeline(path, title, namespace=self.namespace or None).pipeline_id)
-            versions = self.client.list_pipeline_versions(found, filter=called(digest)).pipeline_versions or []
-            if versions:
-                return found, str(versions[0].pipeline_version_id)
-            made = self.client.upload_pipeline_version(path, pipeline_version_name=digest, pipeline_id=found)
-            return found, str(made.pipeline_version_id)
+            path = Path(folder) / "pipeline.yaml"
+            path.write_text(text, encoding="utf-8")
+            pipelines = self.client.list_pipelines(filter=named(title), namespace=self.namespace).pipelines
+            if not pipelines:
+                pipelines = [self.client.upload_pipeline(str(path), title, namespace=self.namespace)]
+            key = str(pipelines[0].pipeline_id)
+            versions = self.client.list_pipeline_versions(key, filter=named(digest)).pipeline_versions
+            if not versions:
+                versions = [self.client.upload_pipeline_version(str(path), digest, pipeline_id=key)]
+            return key, str(versions[0].pipeline_version_id)
 
-    def pipeline(self, title: str) -> str | None:
-        """Id of a pipeline, None if there is no such one."""
-        found = self.client.list_pipelines(filter=called(title), namespace=self.namespace or None).pipelines or []
-        return str(found[0].pipeline_id) if found else None
-
-    def ui(self, kind: str, key: str) -> str:
-        """Address of a page."""
-        return f"{os.environ.get('KF_PIPELINES_UI_ENDPOINT', self.endpoint).rstrip('/')}/#/{kind}/details/{key}"
+    def page(self, kind: str, key: str) -> str:
+        """Address of a page of the KFP UI."""
+        return f"{os.environ.get(UI_ENDPOINT, self.endpoint).rstrip('/')}/#/{kind}/details/{key}"
 
 
-def called(name: str) -> str:
-    """Filter for what has this name."""
+@contextlib.contextmanager
+def connected(endpoint: str, namespace: str, *, debug: bool = False) -> Iterator[Service]:
+    """Within the body KFP can be used, and its errors are ours.
+
+    Args:
+        endpoint: address of KFP's API.
+        namespace: of a user, where KFP has several; else "".
+        debug: whether KFP's client may print and warn.
+
+    Raises:
+        RunError: KFP does not answer, or refuses.
+    """
+    with contextlib.ExitStack() as stack:
+        if not debug:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("default" if debug else "ignore")
+        stack.enter_context(kfp_errors(endpoint))
+        token = token_of(os.environ.get(TOKEN, ""))
+        # The client itself would try for half a minute, and then show a traceback.
+        check_health(endpoint, token)
+        client = Client(host=endpoint, namespace=namespace or "kubeflow", existing_token=token)
+        yield Service(client, endpoint.rstrip("/"), namespace or None)
+
+
+@contextlib.contextmanager
+def kfp_errors(endpoint: str) -> Iterator[None]:
+    """Raise the errors of KFP's client as ours.
+
+    Raises:
+        UnavailableError: KFP does not answer, fails or is busy.
+        RunError: it refuses.
+    """
+    try:
+        yield
+    except kfp_server_api.ApiException as error:
+        message = f"KFP at {endpoint} refuses: {reason_of(error)}"
+        raise (UnavailableError if error.status in BUSY or error.status >= 500 else RunError)(message) from error
+    except HTTPError as error:
+        raise UnavailableError(f"KFP at {endpoint} no longer answers: {error}") from error
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def named(name: str) -> str:
+    """Filter for resources with this name."""
     return json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
 
 
@@ -124,19 +254,19 @@ def token_of(text: str) -> str | None:
     """The token for KFP, None without one.
 
     Raises:
-        ServiceError: it is none; what would be raised later shows it.
+        RunError: it has characters that no token has; a later error would show it.
     """
     token = text.strip()
     if not (token.isascii() and token.isprintable()):
-        raise ServiceError(f"{TOKEN} holds something other than one line of letters, digits and signs")
+        raise RunError(f"{TOKEN} holds something other than one line of printable ASCII characters")
     return token or None
 
 
-def knock(endpoint: str, token: str | None) -> None:
-    """See that a KFP answers at an address.
+def check_health(endpoint: str, token: str | None) -> None:
+    """Check that a KFP answers at an address.
 
     Raises:
-        ServiceError: nobody does, or somebody else.
+        RunError: nothing answers, or another server does.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -144,148 +274,23 @@ def knock(endpoint: str, token: str | None) -> None:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             json.load(answer)
     except urllib.error.HTTPError as error:
-        refused = f"it wants other credentials: set {TOKEN}" if error.code in (401, 403) else "that is another server"
-        raise ServiceError(
-            f"{endpoint} answers {error.code} {error.reason}: {refused}, or not the API of KFP"
-        ) from error
+        hint = f"set {TOKEN} to valid credentials" if error.code in (401, 403) else "this is another server"
+        raise RunError(f"{endpoint} answers {error.code} {error.reason}: {hint}, or not the API of KFP") from error
     except urllib.error.URLError as error:
-        raise ServiceError(
-            f"no KFP answers at {endpoint}: {error.reason}. From outside the cluster: {FORWARD}"
-        ) from error
+        raise RunError(f"no KFP answers at {endpoint}: {error.reason}. From outside the cluster: {FORWARD}") from error
     except TimeoutError as error:
-        raise ServiceError(f"KFP at {endpoint} does not answer within {TIMEOUT_S} s") from error
+        raise RunError(f"KFP at {endpoint} does not answer within {TIMEOUT_S:g} s") from error
     except (OSError, ValueError, HTTPException) as error:
-        raise ServiceError(
-            f"what answers at {endpoint} is not the API of KFP: {error}. A login page may be before it: set {TOKEN}"
-        ) from error
+        hint = f"If a login page is in front of it, set {TOKEN}"
+        raise RunError(f"the server at {endpoint} is not the API of KFP: {error}. {hint}") from error
 
 
-def run(service: Service, given: Mapping[str, Any]) -> dict[str, str]:
-    """Start a run now."""
-    pipeline, version = service.version(given["pipeline"])
-    made = service.client.run_pipeline(
-        experiment_id=service.experiment(given["experiment"], make=given["make_experiment"]),
-        job_name=given["name"],
-        pipeline_id=pipeline,
-        version_id=version,
-        params=typed(given["pipeline"], given["parameters"]),
-        service_account=given["service_account"],
-    )
-    return {"id": made.run_id, "page": service.ui("runs", made.run_id)}
-
-
-def schedule(service: Service, given: Mapping[str, Any]) -> dict[str, str]:
-    """Start a run again and again: enabled, one at a time, and none for times that were missed."""
-    if any(each["name"] == given["name"] for each in schedules(service, given)["schedules"]):
-        raise ServiceError(f"there is a schedule {given['name']} already; delete it first, or name another")
-    pipeline, version = service.version(given["pipeline"])
-    made = service.client.create_recurring_run(
-        experiment_id=service.experiment(given["experiment"], make=given["make_experiment"]),
-        job_name=given["name"],
-        cron_expression=given["cron"],
-        max_concurrency=1,
-        no_catchup=True,
-        enabled=True,
-        pipeline_id=pipeline,
-        version_id=version,
-        params=typed(given["pipeline"], given["parameters"]),
-        service_account=given["service_account"],
-    )
-    return {"id": made.recurring_run_id, "page": service.ui("recurringrun", made.recurring_run_id)}
-
-
-def schedules(service: Service, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The schedules there are."""
-    del given
-    found: list[Any] = []
-    token = ""
-    while True:
-        page = service.client.list_recurring_runs(page_token=token, page_size=PAGE, namespace=service.namespace or None)
-        found += page.recurring_runs or []
-        token = page.next_page_token
-        if not token:
-            break
-    rows = [
-        {"id": each.recurring_run_id, "name": each.display_name, "mode": each.mode, "cron": cron_of(each)}
-        for each in found
-    ]
-    return {"schedules": rows}
-
-
-def cron_of(schedule: Any) -> str:
-    """When it starts its runs."""
-    cron = schedule.trigger.cron_schedule if schedule.trigger else None
-    return cron.cron if cron else ""
-
-
-def delete(service: Service, given: Mapping[str, Any]) -> dict[str, str]:
-    """Remove a schedule by its name; runs that it started go on."""
-    found = schedules(service, given)["schedules"]
-    same = [each["id"] for each in found if each["name"] == given["name"]]
-    if not same:
-        names = ", ".join(sorted(each["name"] for each in found)) or "there is none"
-        raise ServiceError(f"KFP has no schedule {given['name']!r}; those there are: {names}")
-    for key in same:
-        service.client.delete_recurring_run(key)
-    return {"deleted": str(len(same))}
-
-
-def wait(service: Service, given: Mapping[str, Any]) -> dict[str, str]:
-    """Wait for the end of a run, which takes days: a server that is away for some minutes is no reason to give up."""
-    heard = time.monotonic()
-    while True:
-        try:
-            state = service.client.get_run(given["id"]).state
-            heard = time.monotonic()
-            if state in OVER:
-                return {"state": state}
-        except (HTTPError, kfp_server_api.ApiException) as error:
-            if not passing(error) or time.monotonic() - heard > PATIENCE_S:
-                raise
-        time.sleep(POLL_S)
-
-
-def passing(error: Exception) -> bool:
-    """Whether an error says nothing of what was asked for: nobody answers, or the server fails or is busy."""
-    return not isinstance(error, kfp_server_api.ApiException) or error.status in BUSY or error.status >= 500
-
-
-ACTIONS = {"run": run, "schedule": schedule, "schedules": schedules, "delete": delete, "wait": wait}
-
-
-def main(action: str) -> int:
-    """Do one thing; returns the exit status."""
-    given = json.load(sys.stdin)
-    try:
-        with contextlib.redirect_stdout(
-            sys.stderr if given.get("debug") else open(os.devnull, "w")
-        ):  # the client prints
-            result = ACTIONS[action](Service.connect(given["endpoint"], given["namespace"]), given)
-    except ServiceError as error:
-        message = str(error)
-    except kfp_server_api.ApiException as error:
-        message = f"KFP at {given['endpoint']} refuses: {said(error)}"
-    except HTTPError as error:
-        message = f"KFP at {given['endpoint']} does not answer any more: {error}"
-    except ValueError as error:
-        message = str(error)
-    else:
-        sys.stdout.write(json.dumps(result))
-        return 0
-    sys.stderr.write(f"{message}\n")
-    return 1
-
-
-def said(error: kfp_server_api.ApiException) -> str:
-    """What the server said, in one line."""
+def reason_of(error: kfp_server_api.ApiException) -> str:
+    """What the server says, in one line."""
     try:
         tree = json.loads(error.body)
         text = tree.get("message") or tree.get("error") or error.reason
     except (TypeError, ValueError, AttributeError):
         text = error.reason
-    hint = f"; set {TOKEN} to one that is valid" if error.status == 401 else ""
+    hint = f"; set {TOKEN} to a valid token" if error.status == 401 else ""
     return f"{error.status} {' '.join(str(text).split())}{hint}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

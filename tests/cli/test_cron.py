@@ -4,18 +4,18 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tidemill.cli.cron import Cron, next_times
+from tidemill.cli.cron import next_times, six_fields
 from tidemill.errors import ConfigError
 
 NOW = datetime(2026, 11, 29, 23, 50, tzinfo=UTC)  # a Sunday
 
 
 def times(text: str, count: int = 3) -> list[str]:
-    return [f"{time:%a %Y-%m-%d %H:%M:%S}" for time in next_times(Cron.parse(text), count, NOW)]
+    return [f"{time:%a %Y-%m-%d %H:%M:%S}" for time in next_times(six_fields(text), count, NOW)]
 
 
 def test_five_fields_begin_with_the_minute_and_are_sent_as_six() -> None:
-    assert Cron.parse("0 2 * * *").text == "0 0 2 * * *"
+    assert six_fields("0 2 * * *") == "0 0 2 * * *"
     assert times("0 2 * * *", 2) == ["Mon 2026-11-30 02:00:00", "Tue 2026-12-01 02:00:00"]
     assert times("0 2 * * *") == times("0 0 2 * * *")
 
@@ -47,15 +47,30 @@ def test_day_that_does_not_come_has_no_time() -> None:
     assert times("0 0 29 2 *", 1) == ["Tue 2028-02-29 00:00:00"]
 
 
+def test_words_and_steps_are_those_of_kfp() -> None:
+    assert times("0 0 ? JAN Mon", 1) == ["Mon 2027-01-04 00:00:00"]
+    assert times("*/90 ?/12 * * *", 2) == ["Mon 2026-11-30 00:00:00", "Mon 2026-11-30 12:00:00"]
+    assert times("30 0 12 1 dec ?", 1) == ["Tue 2026-12-01 12:00:30"]
+
+
 def test_moment_itself_is_over() -> None:
     assert times("50 23 * * *", 1) == ["Mon 2026-11-30 23:50:00"]
 
 
 NO_TIMES = ["", "* * *", "@daily", "60 * * * *", "0 24 * * *", "5-1 * * * *", "*/0 * * * *", "0 0 0 * *", "0 0 * * 7"]
+MORE_OF_CRONITER = [
+    "0 0 L * *",
+    "0 0 * * 5#2",
+    "0 0 * * L5",
+    "H * * * *",
+    "R * * * *",
+    "0 0 0 1 1 * 2027",
+    "0 0 * * sat-mon",
+]
 ODD_NUMBERS = ["*/-5 * * * *", "1_0 * * * *", "+5 * * * *", "-1 * * * *", "1,, * * * *", "\u0663 * * * *"]
 
 
-@pytest.mark.parametrize("text", [*NO_TIMES, *ODD_NUMBERS])
+@pytest.mark.parametrize("text", [*NO_TIMES, *MORE_OF_CRONITER, *ODD_NUMBERS])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^cron = "):
-        Cron.parse(text)
+        six_fields(text)

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from kuberay_rig import Rig
-from rich.console import Console
 
 from tidemill.cli import remote
-from tidemill.cli.arguments import parse
 from tidemill.config.names import HEARTBEAT, STOP, attempt_of
 from tidemill.errors import ClusterError, ConfigError, RewardError, RunError
-from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, Cluster
+from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS
 from tidemill.kuberay.release import release_run
 from tidemill.kuberay.status import look
 
-Command = Callable[[argparse.Namespace, Cluster, Console], int]
 
-
-def said(rig: Rig, command: Command, *words: str) -> str:
+def said(rig: Rig, command: Callable[..., int], *arguments: str, **options: Any) -> str:
     """What a command prints."""
-    screen = io.StringIO()
-    assert command(parse(words), rig.cluster, Console(file=screen, width=80)) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as screen:
+        assert command(rig.cluster, *arguments, **options) == 0
     return screen.getvalue()
+
+
+def stopped(rig: Rig, run: str | None = None, *, reason: str = "enough", now: bool = False) -> str:
+    """What `tidemill stop` prints."""
+    return said(rig, remote.stop, rig.config.name if run is None else run, reason=reason, now=now)
+
+
+def reaped(rig: Rig, kfp: str | None = None, *, dry_run: bool = False) -> str:
+    """What `tidemill reap` prints."""
+    return said(rig, remote.reap_runs, older_than_min=30, kfp=kfp, dry_run=dry_run)
 
 
 def lines(rig: Rig) -> str:
@@ -104,41 +111,45 @@ def test_status_warns_of_a_run_that_nobody_watches(rig: Rig) -> None:
 
 
 def test_status_all_lists_runs_and_says_when_there_is_none(rig: Rig) -> None:
-    assert said(rig, remote.status, "status", "all") == "no runs in namespace tidemill\n"
+    assert said(rig, remote.status, "all") == "no runs in namespace tidemill\n"
     rig.watcher().provision()
-    assert rig.config.name in said(rig, remote.status, "status", "all")
+    assert rig.config.name in said(rig, remote.status, "all")
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
-    [(remote.status, ["status", "x"]), (remote.stop, ["stop", "x"]), (remote.logs, ["logs", "x", "--follow"])],
+    ("command", "options"),
+    [(remote.status, {}), (remote.stop, {"reason": "enough", "now": False}), (remote.logs, {"follow": True})],
 )
-def test_a_run_that_is_not_there_is_refused_with_those_that_are(rig: Rig, command: Command, words: list[str]) -> None:
+def test_a_run_that_is_not_there_is_refused_with_those_that_are(
+    rig: Rig, command: Callable[..., int], options: dict[str, Any]
+) -> None:
     rig.watcher().provision()
     with pytest.raises(ConfigError, match=f"a run of namespace tidemill: {rig.config.name}"):
-        said(rig, command, *words)
+        said(rig, command, "x", **options)
 
 
-@pytest.mark.parametrize("words", [["stop", ""], ["stop", "", "--now"], ["status", ""]])
-def test_an_empty_name_is_not_that_of_all_runs(rig: Rig, words: list[str]) -> None:
+def test_an_empty_name_is_not_that_of_all_runs(rig: Rig) -> None:
     rig.watcher().provision()
+    for now in (False, True):
+        with pytest.raises(ConfigError, match="RUN = ''"):
+            stopped(rig, "", now=now)
     with pytest.raises(ConfigError, match="RUN = ''"):
-        said(rig, remote.stop if words[0] == "stop" else remote.status, *words)
+        said(rig, remote.status, "")
     assert rig.left() == [rig.job()]
     assert STOP not in rig.operator.job(rig.job())["metadata"]["annotations"]
 
 
 def test_stop_marks_the_newest_attempt_and_keeps_the_first_reason(rig: Rig) -> None:
     rig.watcher().provision()
-    said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
-    said(rig, remote.stop, "stop", rig.config.name, "--reason", "another")
+    stopped(rig)
+    stopped(rig, reason="another")
     assert rig.operator.job(rig.job())["metadata"]["annotations"][STOP] == "enough"
 
 
 def test_stop_now_deletes_the_cluster(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.admit(rig.job())
-    assert "is deleted" in said(rig, remote.stop, "stop", rig.config.name, "--now")
+    assert "is deleted" in stopped(rig, now=True)
     assert rig.left() == []
 
 
@@ -147,60 +158,58 @@ def test_stop_of_a_run_that_is_over_says_so_and_marks_nothing(rig: Rig) -> None:
     rig.starts()
     rig.clock.after(60, rig.succeeds)
     rig.watcher().follow(first)
-    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
+    assert f"{rig.config.name} is over: succeeded; `--now`" in stopped(rig)
     assert STOP not in rig.operator.job(rig.job())["metadata"].get("annotations", {})
-    said(rig, remote.stop, "stop", rig.config.name, "--now")
-    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: succeeded\n"
+    stopped(rig, now=True)
+    assert stopped(rig) == f"{rig.config.name} is over: succeeded\n"
 
 
 def test_logs_are_those_of_the_newest_attempt(rig: Rig) -> None:
     rig.watcher().provision()
-    assert "has written nothing yet" in said(rig, remote.logs, "logs", rig.config.name)
+    assert "has no log yet" in said(rig, remote.logs, rig.config.name, follow=False)
     rig.cluster.logs[submitter(rig)] = "one\n[two]\n"
-    assert said(rig, remote.logs, "logs", rig.config.name) == "one\n[two]\n"
+    assert said(rig, remote.logs, rig.config.name, follow=False) == "one\n[two]\n"
 
 
 def test_logs_of_a_run_that_is_gone_say_where_they_are(rig: Rig) -> None:
     rig.watcher().provision()
-    said(rig, remote.stop, "stop", rig.config.name, "--now")
-    with pytest.raises(RunError, match="its log stands in the object store"):
-        said(rig, remote.logs, "logs", rig.config.name)
+    stopped(rig, now=True)
+    with pytest.raises(RunError, match="its log is in the object store"):
+        said(rig, remote.logs, rig.config.name, follow=False)
 
 
 def test_reap_tells_what_and_why(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "32503680000"}
-    assert said(rig, remote.reap_runs, "reap") == "nothing to delete in namespace tidemill\n"
+    assert reaped(rig) == "nothing to delete in namespace tidemill\n"
     rig.operator.job(rig.job())["metadata"]["annotations"] = {"tidemill.dev/heartbeat": "1000000000"}
-    assert f"would delete {rig.job()}: its watcher has written no heartbeat" in said(
-        rig, remote.reap_runs, "reap", "--dry-run"
-    )
-    assert f"deleted {rig.job()}: its watcher has written no heartbeat" in said(rig, remote.reap_runs, "reap")
+    assert f"would delete {rig.job()}: its watcher has written no heartbeat" in reaped(rig, dry_run=True)
+    assert f"deleted {rig.job()}: its watcher has written no heartbeat" in reaped(rig)
     assert rig.left() == []
 
 
 def test_stop_reaches_a_run_that_is_between_two_attempts(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.delete(RAY_JOBS, rig.job())
-    assert "ends after the step under way" in said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    assert "ends after the current step" in stopped(rig)
     assert rig.status.closed() == "enough"
 
 
 def test_stop_without_the_right_to_note_it_is_refused_only_where_there_is_no_attempt(rig: Rig) -> None:
     rig.watcher().provision()
     rig.cluster.forbidden = [("patch", CONFIG_MAPS)]
-    said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    stopped(rig)
     assert rig.operator.job(rig.job())["metadata"]["annotations"][STOP] == "enough"
     rig.cluster.delete(RAY_JOBS, rig.job())
     with pytest.raises(ClusterError, match="between two attempts"):
-        said(rig, remote.stop, "stop", rig.config.name)
+        stopped(rig)
 
 
 def test_stop_of_a_run_that_failed_and_is_tried_again_is_for_the_next_attempt(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.operator.fail(rig.job())
-    said(rig, remote.stop, "stop", rig.config.name, "--reason", "enough")
+    stopped(rig)
     assert rig.status.closed() == "enough"
 
 
@@ -208,17 +217,17 @@ def test_stop_of_a_run_that_nobody_saw_end_says_so_and_changes_nothing(rig: Rig)
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.operator.succeed(rig.job())
-    assert f"{rig.config.name} is over: succeeded; `--now`" in said(rig, remote.stop, "stop", rig.config.name)
+    assert f"{rig.config.name} is over: succeeded; `--now`" in stopped(rig)
     rig.cluster.delete(RAY_JOBS, rig.job())
     rig.status.fail(RunError("lost"))
-    assert said(rig, remote.stop, "stop", rig.config.name) == f"{rig.config.name} is over: failed\n"
+    assert stopped(rig) == f"{rig.config.name} is over: failed\n"
     assert rig.status.closed() is None
 
 
 def test_stop_of_a_run_that_nobody_watches_says_who_hears_of_it(rig: Rig) -> None:
     rig.watcher().provision()
     rig.operator.job(rig.job())["metadata"]["annotations"][HEARTBEAT] = "1000000000"
-    assert "nobody watches it now" in said(rig, remote.stop, "stop", rig.config.name)
+    assert "nobody watches it:" in stopped(rig)
     assert rig.operator.job(rig.job())["metadata"]["annotations"][STOP]
 
 
@@ -232,4 +241,4 @@ def test_reap_without_kfp_still_deletes_what_is_silent(rig: Rig) -> None:
     rig.owner = replace(rig.owner, kfp_run="kfp-1")
     rig.watcher().provision()
     rig.operator.job(rig.job())["metadata"]["annotations"] = {HEARTBEAT: "1000000000"}
-    assert "deleted" in said(rig, remote.reap_runs, "reap", "--endpoint", "http://127.0.0.1:1")
+    assert "deleted" in reaped(rig, "http://127.0.0.1:1")

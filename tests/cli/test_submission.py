@@ -13,12 +13,13 @@ import pytest
 import yaml
 from kfp_server_api import ApiException
 from kfp_stub import RUN_ID, Kfp, serving
-from tidemill_pipelines import service
+from tidemill_pipelines.catalogue import pairs, typed
 from tidemill_pipelines.local import command
-from tidemill_pipelines.parameters import pairs, typed
+from tidemill_pipelines.service import Service, UnavailableError
 from urllib3.exceptions import ProtocolError
 
 from tidemill.cli.main import main
+from tidemill.errors import RunError
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
 
@@ -147,7 +148,7 @@ def test_dry_run_shows_parameters_uploads_and_manifests_and_sends_nothing(
 ) -> None:
     assert main(["submit", run_file, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "# parameter config:" in out and "train.jsonl goes to tidemill" in out
+    assert "# parameter config:" in out and "train.jsonl is uploaded to tidemill" in out
     assert yaml.safe_load(out)["kind"] == "RayJob"
     assert kfp.bodies == kfp.runs == []
 
@@ -182,11 +183,11 @@ def test_schedules_are_listed_and_deleted_by_name(kfp: Kfp, run_file: str, capsy
     at = ["--endpoint", kfp.endpoint]
     assert main(["schedule", run_file, "--cron", "0 2 * * *", *at]) == 0
     assert main(["schedule", run_file, "--cron", "0 3 * * *", *at]) == 1
-    assert "there is a schedule addition already" in capsys.readouterr().err
+    assert "there is already a schedule addition" in capsys.readouterr().err
     assert main(["schedule", "--list", *at]) == 0
     assert capsys.readouterr().out == "addition  0 0 2 * * *  ENABLE\n"
     assert main(["schedule", "--delete", "nightly", *at]) == 1
-    assert "no schedule 'nightly'; those there are: addition" in capsys.readouterr().err
+    assert "no schedule 'nightly'; it has: addition" in capsys.readouterr().err
     assert main(["schedule", "--delete", "addition", *at]) == 0
     capsys.readouterr()
     assert main(["schedule", "--list", *at]) == 0
@@ -198,7 +199,7 @@ def test_schedules_are_listed_and_deleted_by_name(kfp: Kfp, run_file: str, capsy
     ("words", "message"),
     [
         (["--prompts", "my_prompts/"], "--prompts = 'my_prompts/': allowed is s3://BUCKET/PREFIX/"),
-        (["--prompts", "s3://tidemill/prompts"], "a folder of the store has a slash at its end"),
+        (["--prompts", "s3://tidemill/prompts"], "a folder of the store ends with a slash"),
         (["--prompts", "s3://a/b/", *ALONE], "data.held_out = null: allowed is held-out prompts with"),
         (["--variants", "{folder}/empty.txt"], "variants = 0: allowed is 1 to 32 variants"),
         (["data.train=gone.jsonl"], "gone.jsonl: no such file. Set data.train"),
@@ -263,7 +264,7 @@ def test_no_kfp_and_a_wrong_address_are_one_message(
         assert main(["submit", run_file, "--endpoint", endpoint]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and endpoint in error
-    assert ("that is another server" if path else "port-forward") in error
+    assert ("this is another server" if path else "port-forward") in error
 
 
 @pytest.mark.usefixtures("keys")
@@ -306,19 +307,17 @@ class Looks:
         return SimpleNamespace(state=answer)
 
 
-def waited(looks: Looks) -> dict[str, str]:
-    return service.wait(service.Service(looks, "http://kfp", ""), {"id": RUN_ID})
+def waited(looks: Looks, patience_s: float = 60.0) -> str:
+    return Service(looks, "http://kfp", None).wait(RUN_ID, poll_s=0.0, patience_s=patience_s)
 
 
-def test_wait_outlives_a_server_that_is_away_for_some_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "POLL_S", 0)
+def test_wait_outlives_a_server_that_is_away_for_some_minutes() -> None:
     away = [ProtocolError("gone"), ApiException(status=503), ApiException(status=429)]
-    assert waited(Looks("RUNNING", *away, "RUNNING", "SUCCEEDED")) == {"state": "SUCCEEDED"}
-    with pytest.raises(ApiException):
+    assert waited(Looks("RUNNING", *away, "RUNNING", "SUCCEEDED")) == "SUCCEEDED"
+    with pytest.raises(RunError, match="KFP at http://kfp refuses: 401"):
         waited(Looks("RUNNING", ApiException(status=401), "SUCCEEDED"))
-    monkeypatch.setattr(service, "PATIENCE_S", -1)
-    with pytest.raises(ProtocolError):
-        waited(Looks("RUNNING", *away, "SUCCEEDED"))
+    with pytest.raises(UnavailableError, match="KFP at http://kfp no longer answers: gone"):
+        waited(Looks("RUNNING", *away, "SUCCEEDED"), patience_s=-1.0)
 
 
 @pytest.mark.usefixtures("keys")
@@ -327,7 +326,7 @@ def test_unknown_experiment_is_refused_with_those_there_are(
 ) -> None:
     kfp.experiments.append({"experiment_id": "e0", "display_name": "rl"})
     assert main(["submit", run_file, "--experiment", "lr", "--endpoint", kfp.endpoint]) == 1
-    assert capsys.readouterr().err == "tidemill: KFP has no experiment 'lr'; those there are: rl\n"
+    assert capsys.readouterr().err == "tidemill: KFP has no experiment 'lr'; it has: rl\n"
     assert kfp.runs == []
 
 

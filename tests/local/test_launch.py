@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import re
@@ -16,12 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from cli_rig import parsed
 from rich.console import Console
 
-from tidemill.cli.arguments import parse
 from tidemill.config.reading import load_config
 from tidemill.config.run import RunConfig
 from tidemill.config.storage import StoreConfig, TrackingConfig
@@ -230,10 +230,10 @@ def test_program_that_is_no_file_is_named_beside_one_that_is_installed(
     assert program() == "-c"
 
 
-def asked(config: RunConfig, **facts: str) -> argparse.Namespace:
+def asked(config: RunConfig, **facts: str) -> SimpleNamespace:
     """The arguments of the command that is shown at the end of a run."""
     words = shlex.split(generate_command(config, replace(SUMMARY, **facts)))
-    return parse(words[words.index("generate") :])
+    return SimpleNamespace(**parsed(words[words.index("generate") :]))
 
 
 def test_commands_at_the_end_find_what_the_run_left(addition: RunConfig) -> None:

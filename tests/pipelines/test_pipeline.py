@@ -16,9 +16,9 @@ from google.protobuf.json_format import ParseDict
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec, PlatformSpec
 from tidemill_pipelines import tasks as pods
+from tidemill_pipelines.catalogue import PIPELINES
 
 import tidemill
-from tidemill.cli.arguments import PIPELINES
 from tidemill.cli.main import main
 from tidemill.config.kubernetes import KubernetesConfig
 

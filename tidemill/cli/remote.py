@@ -2,72 +2,102 @@
 
 from __future__ import annotations
 
-import argparse
+import math
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 
+from tidemill.cli.options import require
+from tidemill.config.kubernetes import KubernetesConfig
 from tidemill.config.names import STOP, selector
+from tidemill.config.reading import load_config
 from tidemill.errors import ClusterError, ConfigError, RunError, TidemillError
 from tidemill.kuberay.attempts import WallClock, has_ended
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of, seconds
 from tidemill.kuberay.job_state import NODE_TYPE
-from tidemill.kuberay.reap import KfpRuns, delete_old_status, reap
-from tidemill.kuberay.release import release_run
+from tidemill.kuberay.release import own_namespace, release_run
 from tidemill.kuberay.run_status import STOPPED, close
 from tidemill.kuberay.status import look
+from tidemill.retry import wait_for
 
 ALL = "all"
 MINUTE_S = 60.0
 FOLLOW_S = 2.0
 LONGEST = 1_000_000
 """Lines of a log that are shown at most."""
+CONSOLE = Console(soft_wrap=True, markup=False, highlight=False, emoji=False)
+"""Prints lines as they are."""
 
 
-def status(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
-    """Where runs stand, and why they do not go on."""
-    run = None if arguments.run == ALL else arguments.run
-    found = look(cluster, run, time.time())
-    if not found and run is not None:
+def connect(namespace: str | None, run: str | None = None) -> Cluster:
+    """The cluster of KUBECONFIG, or the one that this process runs in.
+
+    Args:
+        namespace: of the runs; None for that of this pod, else the default of the settings.
+        run: the run that is asked for.
+
+    Raises:
+        ConfigError: the run is one of this machine.
+        ClusterError: there is no cluster.
+    """
+    settings = Path("runs") / (run or "") / "config.yaml"
+    if run and settings.is_file() and load_config(settings).cluster.provider != "kuberay":
+        fix = (
+            f"{settings.parent} is a run of this machine: see its events.jsonl and log.txt. Ctrl-C in the terminal "
+            "that started it stops it."
+        )
+        raise ConfigError("RUN", run, "a run on Kubernetes", fix)
+    require("kubernetes")
+    from tidemill.kuberay.client import KubernetesCluster
+
+    return KubernetesCluster.connect(namespace or own_namespace() or KubernetesConfig().namespace)
+
+
+def status(cluster: Cluster, run: str) -> int:
+    """Print the state of a run, or of `all`."""
+    found = look(cluster, None if run == ALL else run, time.time())
+    if not found and run != ALL:
         raise unknown(cluster, run)
-    if not found:
-        say(console, f"no runs in namespace {cluster.namespace}")
-    for one in found:
-        for line in one.lines():
-            say(console, line)
+    for line in [line for one in found for line in one.lines()] or [f"no runs in namespace {cluster.namespace}"]:
+        CONSOLE.print(line)
     return 0
 
 
-def logs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
-    """What the driver of the newest attempt wrote; on and on with `--follow`, also through new attempts."""
-    seen: set[str] = set()
-    while True:
-        pod = driver_pod(cluster, arguments.run)
-        if pod is not None and name_of(pod) not in seen:
-            seen.add(name_of(pod))
-            for line in lines_of(cluster, name_of(pod), follow=arguments.follow):
-                say(console, line)
-        jobs = cluster.list(RAY_JOBS, selector(arguments.run))
+def logs(cluster: Cluster, run: str, *, follow: bool, poll_s: float = FOLLOW_S) -> int:
+    """Print what the driver of the newest attempt writes; with `follow` until the run ends, through new attempts.
+
+    Raises:
+        ConfigError: there is no such run.
+        RunError: its pods are gone.
+    """
+    shown: set[str] = set()
+
+    def is_complete() -> bool:
+        pod = driver_pod(cluster, run)
+        if pod is not None and name_of(pod) not in shown:
+            shown.add(name_of(pod))
+            for line in lines_of(cluster, name_of(pod), follow=follow):
+                CONSOLE.print(line)
+        jobs = cluster.list(RAY_JOBS, selector(run))
         if pod is None and not jobs:
-            raise without_pods(cluster, arguments.run)
-        if pod is None and not arguments.follow:
-            say(
-                console,
-                f"{arguments.run} has written nothing yet; `tidemill status {arguments.run}` says what it waits for",
-            )
-        if not arguments.follow or not jobs:
-            return 0
-        time.sleep(FOLLOW_S)
+            raise without_pods(cluster, run)
+        if pod is None and not follow:
+            CONSOLE.print(f"{run} has no log yet; `tidemill status {run}` says what it waits for")
+        return not (follow and jobs)
+
+    wait_for(is_complete, math.inf, poll_s)
+    return 0
 
 
 def without_pods(cluster: Cluster, run: str) -> TidemillError:
-    """Why there is nothing to show of a run: it is over, or there is none of this name."""
+    """Why a run has nothing to show: it is over, or does not exist."""
     if not look(cluster, run, time.time()):
         return unknown(cluster, run)
     return RunError(
-        f"run {run} has no pod any more; its log stands in the object store below runs/{run}/attempts/, and at the end "
-        "of step `train`"
+        f"run {run} has no pods left; its log is in the object store below runs/{run}/attempts/, and at the end of the "
+        "log of step `train`"
     )
 
 
@@ -77,43 +107,44 @@ def lines_of(cluster: Cluster, pod: str, *, follow: bool) -> Iterable[str]:
 
 
 def driver_pod(cluster: Cluster, run: str) -> Object | None:
-    """The pod that follows the driver of the newest attempt, once it has begun to write."""
+    """The pod that follows the driver of the newest attempt, once it has started."""
     pods = [pod for pod in cluster.list(PODS, selector(run)) if NODE_TYPE not in labels_of(pod)]
     started = [pod for pod in pods if pod["status"].get("phase") != "Pending"]
-    newest = sorted(started, key=lambda pod: seconds(pod["metadata"]["creationTimestamp"]))
-    return newest[-1] if newest else None
+    return max(started, key=lambda pod: seconds(pod["metadata"]["creationTimestamp"]), default=None)
 
 
-def stop(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
-    """Have a run end after a checkpoint; with `--now` delete it."""
-    run = arguments.run
+def stop(cluster: Cluster, run: str, *, reason: str, now: bool) -> int:
+    """Have a run end after a checkpoint; with `now` delete it.
+
+    Raises:
+        ConfigError: there is no such run.
+        ClusterError: the run cannot be told.
+    """
     found = look(cluster, run, time.time())
     if not found:
         raise unknown(cluster, run)
-    if found[0].over and (found[0].state is None or not arguments.now):
+    if found[0].over and (found[0].state is None or not now):
         kept = "" if found[0].state is None else "; `--now` deletes its cluster at once"
-        say(console, f"{run} is over: {found[0].progress()}{kept}")
-        return 0
-    if arguments.now:
+        CONSOLE.print(f"{run} is over: {found[0].progress()}{kept}")
+    elif now:
         release_run(cluster, run, None, WallClock())
-        say(console, f"{run} is deleted; its newest checkpoint is kept")
-        return 0
-    ask_to_stop(cluster, run, arguments.reason)
-    say(
-        console,
-        f"{run} ends after the step under way, with a checkpoint and a model; `tidemill status {run}` shows how far it "
-        "is, `--now` deletes it at once",
-    )
-    if found[0].unwatched:
-        say(console, "but nobody watches it now: it hears of that when step `train` runs again; `--now` does not wait")
+        CONSOLE.print(f"{run} is deleted; its newest checkpoint is kept")
+    else:
+        request_stop(cluster, run, reason)
+        CONSOLE.print(
+            f"{run} ends after the current step, with a checkpoint and a model; `tidemill status {run}` shows its "
+            "progress, `--now` deletes it at once"
+        )
+        if found[0].unwatched:
+            CONSOLE.print("nobody watches it: it stops when step `train` runs again; `--now` does not wait for that")
     return 0
 
 
-def ask_to_stop(cluster: Cluster, run: str, reason: str) -> None:
-    """Tell whoever watches a run that it is to end, also one who is between two attempts.
+def request_stop(cluster: Cluster, run: str, reason: str) -> None:
+    """Ask for the end of a run: in its status, which also reaches a run between two attempts, and on its attempts.
 
     Raises:
-        ClusterError: he is, and we may not write where he looks then.
+        ClusterError: the run is between two attempts, and its status cannot be written.
     """
     noted = close(cluster, run, **{STOPPED: reason})
     jobs = [job for job in cluster.list(RAY_JOBS, selector(run)) if not has_ended(job)]
@@ -121,32 +152,38 @@ def ask_to_stop(cluster: Cluster, run: str, reason: str) -> None:
         if STOP not in annotations_of(job):
             cluster.patch(RAY_JOBS, name_of(job), {"metadata": {"annotations": {STOP: reason}}})
     if not (noted or jobs):
-        fix = "Ask for that right, or again once the next attempt has begun"
-        raise ClusterError(f"{run} is between two attempts, and only who may patch configmaps stops it there. {fix}.")
+        raise ClusterError(
+            f"{run} is between two attempts, where stopping it needs the right to patch configmaps. Get that right, or "
+            "try again when the next attempt has started."
+        )
 
 
-def reap_runs(arguments: argparse.Namespace, cluster: Cluster, console: Console) -> int:
-    """Delete what nobody looks after, and old notes."""
-    now, age, dry = time.time(), arguments.older_than * MINUTE_S, arguments.dry_run
-    if not dry:
+def reap_runs(cluster: Cluster, older_than_min: int, kfp: str | None, *, dry_run: bool) -> int:
+    """Delete the clusters that nobody watches, and old status.
+
+    Args:
+        cluster: of the runs.
+        older_than_min: minutes since the watcher's last sign of life.
+        kfp: address of the KFP that knows which runs are over, or None.
+        dry_run: only print what would be deleted.
+    """
+    from tidemill.kuberay.reap import KfpRuns, delete_old_status, reap
+
+    now = time.time()
+    if not dry_run:
         delete_old_status(cluster, now)
-    is_over = KfpRuns(arguments.endpoint).is_over if arguments.endpoint else None
-    found = False
-    for job in reap(cluster, age, now, is_over, dry_run=dry):
-        found = True
-        say(console, f"{'would delete' if dry else 'deleted'} {job.name}: {job.reason}")
-    if not found:
-        say(console, f"nothing to delete in namespace {cluster.namespace}")
+    is_over = KfpRuns(kfp).is_over if kfp else None
+    deleted = False
+    for job in reap(cluster, older_than_min * MINUTE_S, now, is_over, dry_run=dry_run):
+        deleted = True
+        CONSOLE.print(f"{'would delete' if dry_run else 'deleted'} {job.name}: {job.reason}")
+    if not deleted:
+        CONSOLE.print(f"nothing to delete in namespace {cluster.namespace}")
     return 0
 
 
-def say(console: Console, line: str) -> None:
-    """One line as it is."""
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-
 def unknown(cluster: Cluster, run: str) -> ConfigError:
-    """There is no such run."""
-    known = ", ".join(one.run for one in look(cluster, None, time.time())) or "there is none"
+    """The error for a run that does not exist."""
+    known = ", ".join(one.run for one in look(cluster, None, time.time())) or "none"
     fix = "Name one of them, or its namespace with --namespace."
     return ConfigError("RUN", run, f"a run of namespace {cluster.namespace}: {known}", fix)
