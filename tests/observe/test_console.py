@@ -124,7 +124,7 @@ def test_a_failure_is_told_once_it_is_tried_again_and_left_to_the_report_otherwi
     assert len(show(first, failed)) == 1
     lines = show(first, failed, PhaseStarted("train", 130.0))
     assert [line.strip() for line in lines[1:]] == [
-        "1:00  train failed and is tried again: engine 0 died",
+        "1:00  train failed and is retried: engine 0 died",
         "2:00  train",
     ]
 

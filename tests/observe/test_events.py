@@ -80,7 +80,7 @@ def test_a_restarted_run_goes_on_after_a_half_written_line(tmp_path: Path) -> No
     first, broken, last = read_events(path)
     assert (first, last) == (EVENTS[0], EVENTS[1])
     assert isinstance(broken, Notice)
-    assert "line 2 is left out" in broken.text
+    assert "line 2 is skipped" in broken.text
 
 
 def test_no_log_is_no_events(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Passes what the schedule and the trainer report on to the event log and to MLflow."""
+"""The observer of a run: reports progress to the event log and to MLflow."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from tidemill.train.trainer import Metrics, Position
 
 @dataclass(slots=True)
 class RunObserver:
-    """Tells the event log and MLflow what happens, and takes the steps together for the summary.
+    """Writes events and metrics, and aggregates the metrics of the steps for the summary.
 
     Attributes:
-        listeners: are told what every step measured.
-        began: when this attempt did, in seconds since the epoch.
+        steps: metrics of all steps of this attempt.
+        listeners: called with the metrics of every step.
+        began: begin of this attempt, in seconds since the epoch.
     """
 
     config: RunConfig
@@ -43,7 +44,6 @@ class RunObserver:
     _left_out: str = ""
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
-        """See `train.trainer.Observer`."""
         self.steps.add(metrics)
         for listener in self.listeners:
             listener(metrics)
@@ -55,21 +55,18 @@ class RunObserver:
         )
 
     def synced(self, step: int, metrics: Metrics) -> None:
-        """See `train.trainer.Observer`."""
         self.tracker.log(step, metrics)
 
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
-        """See `train.trainer.Observer`."""
         by_name = {str(engine): load for engine, load in loads.items()}
         self.log.write(Activity(step, timings.dated(time.time()), by_name, self.began))
 
     def picture(self) -> None:
-        """Store the timeline of this attempt, if it trained anything."""
+        """Store the timeline of this attempt, if it has finished a step."""
         if activities := newest_attempt(past_events(self.log.path)):
             self.tracker.log_text(timeline_svg(activities), "timeline.svg")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """See `train.trainer.Observer`."""
         self.tracker.log_evaluation(step, evaluation)
         answers = [asdict(answer) for answer in evaluation.answers]
         self.log.write(EvaluationFinished(step, evaluation.score, answers))
@@ -78,9 +75,8 @@ class RunObserver:
         self._left_out = evaluation.left_out
 
     def phase(self, name: str) -> None:
-        """A part of the schedule begins."""
+        """A phase of the run begins."""
         self.log.write(PhaseStarted(name, time.time()))
 
     def notice(self, text: str) -> None:
-        """See `train.trainer.Observer`."""
         self.log.write(Notice(text))

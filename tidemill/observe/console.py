@@ -1,4 +1,4 @@
-"""A run in a terminal or a log: one line per phase and per finished step, and a bar below on a terminal."""
+"""A run on a terminal or in a log: one line per phase and finished step, a progress bar, and redirected output."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tidemill.observe.text import counted, duration, printable
 HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
 LINES_PER_HEADER = 20
 STEPS_AVERAGED = 10  # for the time left
-BAR_TEXT = 40  # characters beside the bar; with more of them nothing that moves would fit into eighty columns
+BAR_TEXT = 40  # characters beside the bar, so that the bar fits into 80 columns
 
 
 class Progress:
-    """Shows events as they come; used as a context manager.
+    """A context manager that shows events as they arrive.
 
-    A held-out score that belongs to a training step stands in that step's line, any other in a line of its own.
+    The held-out score of a training step is part of that step's line; any other score has its own line.
     """
 
     def __init__(self, console: Console) -> None:
-        """On a terminal the bar is live; otherwise only plain lines are written."""
+        """The bar is shown on a terminal only; elsewhere only plain lines are written."""
         self.console = console
-        # What this process prints goes above the bar only where it goes to the same screen, and not to a log.
+        # Other output of this process is shown above the bar, if it goes to the same terminal.
         same = console.file is sys.stdout
         self.bar = Bar(
             SpinnerColumn(),
@@ -62,11 +62,10 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         self.flush()
-        self.bar.remove_task(self.task)  # the last thing on the screen is a line, not a bar
+        self.bar.remove_task(self.task)  # the last output is a line, not a bar
         self.bar.stop()
 
     def handle(self, event: Event) -> None:
-        """Show one event."""
         if isinstance(event, StepFinished):
             self.step(event)
         elif isinstance(event, EvaluationFinished):
@@ -79,20 +78,20 @@ class Progress:
             self.failed = event
 
     def phase(self, event: PhaseStarted) -> None:
-        """Announce a phase with the time since the first event.
+        """Show a phase with the time since the first event.
 
-        A failure is shown once another phase follows, which is then a retry; the one that ends a run is the report's.
+        A failure is shown once another phase follows, because that is a retry; the report shows the last failure.
         """
         self.flush()
         if self.failed is not None:
             failed, self.failed = self.failed, None
-            text = f"{self.offset(failed.time):>9}  {failed.name} failed and is tried again: {printable(failed.error)}"
+            text = f"{self.offset(failed.time):>9}  {failed.name} failed and is retried: {printable(failed.error)}"
             self.line(Text(text, style="yellow"))
         self.line(Text(f"{self.offset(event.time):>9}  {event.name}"))
         self.bar.update(self.task, description=short(event.name), left="")
 
     def step(self, event: StepFinished) -> None:
-        """One line, under a header that comes back every 20 lines, and the bar."""
+        """One line, with a header every 20 lines, and the bar."""
         if self.lines % LINES_PER_HEADER == 0:
             self.line(Text(HEADER, style="bold"))
         self.lines += 1
@@ -105,7 +104,7 @@ class Progress:
         self.bar.update(self.task, description="training", completed=event.step, total=event.steps, left=f"{left} left")
 
     def evaluation(self, event: EvaluationFinished) -> None:
-        """Keep the score for the line of the step that is about to end, or show it now if there is none."""
+        """Keep the score for the line of the current step; without one, show it now."""
         self.offset(event.time)
         self.flush()
         self.pending = event
@@ -113,7 +112,7 @@ class Progress:
             self.flush()
 
     def flush(self) -> None:
-        """Show a score that no step took."""
+        """Show a score that belongs to no step."""
         if self.pending is not None:
             score, self.pending = self.pending, None
             when = f"after step {score.step}" if score.step else "before training"
@@ -126,12 +125,12 @@ class Progress:
         return duration(time - self.began)
 
     def line(self, text: Text) -> None:
-        """Write above the bar, wrapped by the terminal alone so that a log keeps one line per event."""
+        """Write above the bar without wrapping, so that a log has one line per event."""
         self.console.print(text, soft_wrap=True)
 
 
 def show_events(path: Path, earlier: int, stop: threading.Event, console: Console) -> None:
-    """Show the events of a log as they come, but for the first `earlier` ones of an attempt before, until `stop`."""
+    """Show the events of a log as they arrive, until `stop`; skip the first `earlier` ones, of a previous attempt."""
     with Progress(console) as progress:
         for number, event in enumerate(follow(path, stop)):
             if number >= earlier:
@@ -139,7 +138,7 @@ def show_events(path: Path, earlier: int, stop: threading.Event, console: Consol
 
 
 def step_line(event: StepFinished, held_out: float | None, left: str) -> str:
-    """The 80 columns below `HEADER`; what was not measured stands as "-"."""
+    """The 80 columns below `HEADER`; a missing metric is "-"."""
     metrics = event.metrics
     idle = f"{percent(metrics, 'idle/trainer')} / {percent(metrics, 'idle/rollouter')}"
     cells = (
@@ -166,15 +165,15 @@ def percent(metrics: Mapping[str, float], name: str) -> str:
 
 
 def short(name: str) -> str:
-    """A phase as it stands beside the bar."""
+    """The name of a phase, shortened for the bar."""
     return name if len(name) <= BAR_TEXT else f"{name[: BAR_TEXT - 3].rstrip()}..."
 
 
 @contextmanager
 def redirected(target: Path | str) -> Iterator[TextIO]:
-    """Within the body everything is appended to a file; yields the screen that was standard output.
+    """Append standard output and error to a file, including libraries and child processes; yields the former output.
 
-    After success standard error stays redirected, for what libraries say while the interpreter ends.
+    After success, standard error stays redirected, because libraries write to it while the interpreter shuts down.
     """
     sys.stdout.flush()
     output, errors = os.dup(1), os.dup(2)

@@ -1,6 +1,6 @@
-"""What happens in a run, as a log that the driver writes and anyone may follow while it grows.
+"""The events of a run, as a log that the driver writes and others may follow while it grows.
 
-The log is JSON lines: one event a line, flushed at once. A line is whole once its newline is there.
+The log is JSON lines: one event per line, flushed at once. A line is complete once it ends with a newline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tidemill.errors import DataError
 
 POLL_S = 0.2
 BLOCK = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes per read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class PhaseStarted:
     """The run enters a phase such as "start engines" or "evaluate".
 
     Attributes:
-        name: what a person reads.
-        time: seconds since the epoch, by default now, as in every event that has one.
+        name: shown to people.
+        time: seconds since the epoch, by default now; the same in all events.
     """
 
     kind: ClassVar[str] = "phase_started"
@@ -36,11 +36,11 @@ class PhaseStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """A step of the trainer is done.
+    """The trainer finished a step.
 
     Attributes:
         step: counted from 1.
-        steps: budget of the whole run.
+        steps: of the whole run.
         version: policy version after the step.
         seconds: wall time of the step.
         metrics: by the names of `docs/metrics.md`.
@@ -57,15 +57,15 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Who did what during a step; times are seconds since the epoch.
+    """What the trainer and the engines did during a step; times are seconds since the epoch.
 
     Attributes:
         step: counted from 1.
         phases: name, begin and end of every phase of the trainer, and of every `adopt`, in which engines adopt a
-            version beside it.
-        loads: by engine, from when on it had how many requests in flight.
-        attempt: when the attempt that made the step began, which tells it from others: a run that was stopped or cut
-            right after a checkpoint goes on with the next step.
+            version concurrently.
+        loads: by engine, the changes of the number of groups in flight: time and new number.
+        attempt: begin of the attempt, which identifies it: a run that was interrupted right after a checkpoint
+            continues with the next step, so step numbers do not tell attempts apart.
     """
 
     kind: ClassVar[str] = "activity"
@@ -80,9 +80,9 @@ class EvaluationFinished:
     """A policy was scored on the held-out prompts.
 
     Attributes:
-        step: steps that made the policy, 0 for the one that training starts from.
+        step: optimizer steps of the policy, 0 for the initial one.
         score: mean reward.
-        answers: `protocols.Answer` as a mapping, one per prompt in the order of the data.
+        answers: `protocols.Answer` as mappings, one per prompt in the order of the data.
     """
 
     kind: ClassVar[str] = "evaluation_finished"
@@ -94,7 +94,7 @@ class EvaluationFinished:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that a person should know and that does not end the run: quarantined prompts, drops."""
+    """A warning that does not end the run, for example about quarantined prompts or drops."""
 
     kind: ClassVar[str] = "warning"
     text: str
@@ -102,11 +102,11 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class PhaseFailed:
-    """A phase ended with an error; the same phase may begin again, as a retry.
+    """A phase failed; the same phase may start again as a retry.
 
     Attributes:
         name: of the phase.
-        error: what went wrong; the traceback stands in the run's `failure.json` and `log.txt`.
+        error: the message; the traceback is in the run's `failure.json` and `log.txt`.
     """
 
     kind: ClassVar[str] = "phase_failed"
@@ -122,7 +122,7 @@ KINDS: Mapping[str, type[Event]] = {
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
-    """A JSON value; numbers of numpy become plain ones."""
+    """A JSON value; numpy numbers become Python numbers."""
     fields = asdict(event)
     if isinstance(event, StepFinished):
         fields["metrics"] = {name: float(value) for name, value in event.metrics.items()}
@@ -130,7 +130,7 @@ def event_to_dict(event: Event) -> dict[str, Any]:
 
 
 def event_from_dict(value: object) -> Event:
-    """Read what `event_to_dict` made.
+    """The inverse of `event_to_dict`.
 
     Raises:
         DataError: an unknown kind, or fields that do not belong to it.
@@ -145,18 +145,18 @@ def event_from_dict(value: object) -> Event:
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Event:
-    """One line of a log; a broken one, such as a killed writer leaves, becomes a warning that names it."""
+    """One line of a log; a broken one, for example of a killed writer, becomes a warning."""
     try:
         return event_from_dict(json.loads(line))
     except (DataError, ValueError) as error:
-        return Notice(f"{path}: line {number} is left out: {error}")
+        return Notice(f"{path}: line {number} is skipped: {error}")
 
 
 class EventLog:
-    """Appends events to a file; a restarted run goes on in the same file."""
+    """Appends events to a file; a restarted run continues the same file."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open for appending; a half-written last line is closed, so that it spoils no other."""
+        """Open for appending, and end an incomplete last line, so that it does not break the next one."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.path.open("ab+", buffering=0)
@@ -164,11 +164,10 @@ class EventLog:
             self.file.write(b"\n")
 
     def write(self, event: Event) -> None:
-        """Append one event; after the call it is visible to readers."""
+        """Append one event; readers see it after this call."""
         self.file.write(json.dumps(event_to_dict(event), ensure_ascii=False).encode() + b"\n")
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
     def __enter__(self) -> EventLog:
@@ -179,7 +178,7 @@ class EventLog:
 
 
 def ends_with_newline(path: Path) -> bool:
-    """Whether the last line is whole; true for an empty file."""
+    """Whether the last line is complete; true for an empty file."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if size == 0:
@@ -189,22 +188,22 @@ def ends_with_newline(path: Path) -> bool:
 
 
 def past_events(path: str | Path) -> Iterator[Event]:
-    """All whole events of a log as it is now, one after the other; none if there is no such file yet."""
+    """The events of a log so far; none if the file does not exist yet."""
     stop = threading.Event()
     stop.set()
     return follow(path, stop)
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """The same as a list, which for a run of many steps takes much memory."""
+    """`past_events` as a list, which takes much memory for a long run."""
     return list(past_events(path))
 
 
 def follow(path: str | Path, stop: threading.Event) -> Iterator[Event]:
-    """Events of a log as they are written, from its beginning; waits for the file if need be.
+    """Events of a log as they are written, from its beginning; waits for the file if necessary.
 
-    The iterator ends when `stop` is set and all that was written before is read. It does not end at `PhaseFailed`:
-    a retry goes on in the same file. A last line without its newline is left until it is whole.
+    The iterator ends when `stop` is set and everything written before is read. It does not end at `PhaseFailed`,
+    because a retry continues the same file. An incomplete last line is read once it is complete.
     """
     path = Path(path)
     while not path.exists():

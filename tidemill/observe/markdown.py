@@ -1,4 +1,4 @@
-"""Where to look while a run goes on, as Markdown: the page that the first step of a pipeline shows."""
+"""Markdown for KFP and MLflow: links to the parts of a running run, and the report of a finished one."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tidemill.observe.text import excerpt
 
 DASHBOARD_PORT = 8265
 DASHBOARD, STOP = "Ray dashboard", "End it"
-"""Rows of what only a cluster that is there shows, and of what only a run that goes on can be told."""
+"""Labels of rows that need a running cluster, and a running run."""
 
 
 def links(config: RunConfig, kfp_run: str) -> str:
-    """The places of a run.
+    """The page of the first step of a pipeline: where to follow the run.
 
     Args:
-        config: its settings.
-        kfp_run: id of its KFP run, "" outside of KFP.
+        config: of the run.
+        kfp_run: id of the KFP run, "" outside KFP.
     """
-    # A link that begins with # stays in the KFP UI that shows the page, wherever that is.
+    # A link that starts with # stays in the KFP UI that shows the page.
     here = kfp_run and config.cluster.provider == "kuberay"
     run = f"[{config.name}](#/runs/details/{kfp_run})" if here else config.name
     return f"# Run {run}\n\n{links_table(config)}"
 
 
 def links_table(config: RunConfig) -> str:
-    """The table of them, which MLflow shows as the description of the run."""
+    """The table of the page, which is also the description of the run in MLflow."""
     rows = cluster_rows(config) if config.cluster.provider == "kuberay" else local_rows(config)
     table = "\n".join(f"| {what} | {where} |" for what, where in rows)
     return f"| | |\n|---|---|\n{table}\n"
 
 
 def cluster_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(what, where) in a cluster: an address inside it, and for a browser the port to forward."""
+    """Label and place on Kubernetes; an address inside the cluster comes with its port-forward."""
     kubernetes = config.kubernetes
     pages = kubernetes.pages
     namespace = kubernetes.namespace
@@ -60,7 +60,7 @@ def cluster_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def port_forward(address: str | None) -> str:
-    """How a browser outside of the cluster reaches an address; one that is no service's needs nothing."""
+    """How a browser outside the cluster opens an address; only that of a service needs a port-forward."""
     parts = urlsplit(address or "")
     service, _, domain = (parts.hostname or "").partition(".")
     namespace, _, kind = domain.partition(".")
@@ -71,7 +71,7 @@ def port_forward(address: str | None) -> str:
 
 
 def local_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(what, where) on this machine."""
+    """Label and place on this machine."""
     yield "Folder", f"`{config.folder}`: events.jsonl, log.txt, summary.json"
     yield "MLflow", config.tracking.uri or f"`tidemill ui --output {config.output}`"
     yield "Registered model", f"`{config.registered_model}`, alias `{config.registry.alias}`"
@@ -82,12 +82,7 @@ SPECIAL = re.compile(r"([\\`*_\[\]<>|~&$#])")
 
 
 def report(name: str, summary: Summary) -> str:
-    """The report.
-
-    Args:
-        name: of the run.
-        summary: how it ended.
-    """
+    """The report of a finished run."""
     model = summary.model_uri if summary.model_version is None else f"models:/{summary.model_version}"
     parts = [
         f"# {escaped(name)}",
@@ -101,7 +96,7 @@ def report(name: str, summary: Summary) -> str:
 
 
 def answers(samples: Sequence[Sample]) -> str:
-    """Held-out prompts with the answers before and after."""
+    """Held-out prompts with the answers before and after training."""
     if not samples:
         return ""
     rows = ((row.prompt, row.before, row.after, row.expected) for row in samples)
@@ -109,16 +104,16 @@ def answers(samples: Sequence[Sample]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
-    """Rows of texts, which show as they are; None is a dash."""
+    """A table of literal texts; None becomes a dash."""
     lines = [head, ["---"] * len(head), *([cell(text) for text in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cell(text: str | None) -> str:
-    """A text in one line."""
+    """A literal text in one line."""
     return "-" if text is None else escaped(" ".join(excerpt(text, CELL).split()))
 
 
 def escaped(text: str) -> str:
-    """A text without anything that Markdown takes for its own."""
+    """The text with the special characters of Markdown escaped."""
     return SPECIAL.sub(r"\\\1", text)

@@ -1,4 +1,4 @@
-"""Wall time of named phases."""
+"""Wall time of phases, and peak memory of a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Interval = tuple[str, float, float]
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds spent in each phase; a phase entered twice adds up, one that fails counts too.
+    """Seconds spent in named phases; repeated phases add up, and a phase that fails counts too.
 
     Attributes:
         clock: monotonic seconds.
         seconds: by phase.
         intervals: name, begin and end of every phase by the clock, in the order of their ends.
-        began: when this was made, by the clock.
+        began: creation of this object, by the clock.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -35,7 +35,7 @@ class Timings:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this was made, whatever they were spent on."""
+        """Seconds since this object was created."""
         return self.clock() - self.began
 
     @contextmanager
@@ -50,19 +50,19 @@ class Timings:
             self.intervals.append((name, start, end))
 
     def dated(self, now: float) -> list[Interval]:
-        """The intervals in seconds since the epoch, where it is `now`."""
+        """The intervals in seconds since the epoch, given the current time `now`."""
         offset = now - self.clock()
         return [(name, start + offset, end + offset) for name, start, end in self.intervals]
 
     def metrics(self) -> dict[str, float]:
-        """The phases as `time/NAME` in seconds."""
+        """The phases as `time/NAME`, in seconds."""
         return {f"time/{name}": value for name, value in self.seconds.items()}
 
 
 class MemoryMeter:
     """Samples the memory of this process and all its descendants in a thread; shared pages count once (PSS).
 
-    A context manager; `peak_bytes` is the largest sum seen.
+    A context manager; `peak_bytes` is the largest sum.
     """
 
     def __init__(self, period_s: float = 5.0) -> None:
@@ -89,7 +89,7 @@ class MemoryMeter:
 
 
 def tree_bytes() -> int:
-    """Proportional set size of this process and its descendants, in bytes; one that just ended counts nothing."""
+    """Proportional set size of this process and its descendants, in bytes; processes that have just ended count 0."""
     root = psutil.Process()
     total = 0
     for process in [root, *root.children(recursive=True)]:

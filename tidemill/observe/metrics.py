@@ -1,6 +1,9 @@
-"""Numbers of a run, from its records; `docs/metrics.md` explains every name.
+"""The metrics of a step, and how they are aggregated over steps; `docs/metrics.md` explains every name.
 
-A ratio or mean is always over the things themselves (rollouts, tokens, groups), never an average of averages.
+A ratio or mean is always over the items themselves (rollouts, tokens, groups), never an average of averages.
+
+Aggregation example: two steps with 16 and 32 groups and `reward/mean` of 0.2 and 0.5 have together
+(16 * 0.2 + 32 * 0.5) / 48 = 0.4. The average of the two values, 0.35, is the mean of no set of rollouts.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from tidemill.records import Float32Array, Group, Rollout
 
 
 def group_metrics(groups: Sequence[Group], version: int, advantages: Sequence[Float32Array]) -> dict[str, float]:
-    """Describe the groups of one step.
+    """Metrics of the groups of one step.
 
     Args:
         groups: at least one.
-        version: policy version that they are trained at; ages are counted from it.
+        version: policy version of the trainer, from which ages are counted.
         advantages: `[n]` float32 for each group.
 
     Raises:
@@ -45,9 +48,9 @@ def group_metrics(groups: Sequence[Group], version: int, advantages: Sequence[Fl
 
 
 def reward_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Rewards over all rollouts; a part that a rollout lacks counts as 0, which is what it adds to the reward."""
+    """Rewards over all rollouts; a part that a rollout lacks counts as 0, as in its reward."""
     rewards = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
-    flat = sum(bool(np.all(group.rewards == group.rewards[0])) for group in groups)  # in the precision of advantages
+    flat = sum(bool(np.all(group.rewards == group.rewards[0])) for group in groups)  # float32, as for the advantages
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -60,13 +63,13 @@ def reward_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
 
 
 def part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean of every part of the reward that any of these rollouts has, over all of them."""
+    """Mean over all rollouts of every part of the reward that any of them has."""
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.reward_parts)
     return {name: float(np.mean([rollout.reward_parts.get(name, 0.0) for rollout in rollouts])) for name in names}
 
 
 def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Tokens of responses (over rollouts) and of prompts (over groups), and how responses ended."""
+    """Lengths of responses (over rollouts) and prompts (over groups), truncation and generation time."""
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     prompts = np.array([len(group.prompt.token_ids) for group in groups])
     seconds = np.array([rollout.seconds for rollout in rollouts])
@@ -85,9 +88,9 @@ def length_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict
 
 
 def staleness_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """Ages in versions, of the tokens that the loss counts, and how many versions sampled a rollout.
+    """Ages of trained tokens, in versions, and rollouts that several versions sampled.
 
-    A group is as old as the oldest of them: judging by the newest hides partial rollouts.
+    The age of a group is that of its oldest trained token; the newest one would hide partial rollouts.
     """
     ages = np.array([group.age(version) for group in groups])
     trained = [rollout.trained_by_version for rollout in rollouts]
@@ -107,14 +110,14 @@ def staleness_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout], vers
 
 
 def token_age(trained: Sequence[Counter[int]], version: int) -> float:
-    """Mean age over the tokens that the loss counts, from how many each version sampled; 0 where there are none."""
+    """Mean age over trained tokens, from the number that each version sampled; 0 without tokens."""
     together = sum(trained, Counter[int]())
     tokens = together.total()
     return sum((version - sampled) * count for sampled, count in together.items()) / tokens if tokens else 0.0
 
 
 def advantage_metrics(advantages: Sequence[Float32Array]) -> dict[str, float]:
-    """Spread of the advantages over all rollouts."""
+    """Distribution of the advantages over all rollouts."""
     values = np.concatenate(list(advantages))
     return {
         "advantage/std": float(values.std(dtype=np.float64)),
@@ -124,7 +127,7 @@ def advantage_metrics(advantages: Sequence[Float32Array]) -> dict[str, float]:
 
 
 def share(flags: Iterator[bool]) -> float:
-    """Fraction of true values; of at least one."""
+    """Fraction of true values; at least one value."""
     return float(np.mean(list(flags)))
 
 
@@ -133,13 +136,13 @@ Kind = Literal["sum", "last", "max", "min", "mean", "deviation"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a metric's values of several steps become one.
+    """How the values of a metric in several steps become one value.
 
     Attributes:
-        kind: `mean` is weighted; `deviation` is that of everything together, from the deviations of the steps.
-        by: the metric that is the weight, None where every step counts once.
-        mean: for `deviation`, the metric with the means of the steps; None where they are 0.
-        everywhere: for a `mean`, a step that does not report it counts too, with 0; `by` is a sum then.
+        kind: `mean` is weighted; `deviation` is the standard deviation over all steps, from those of each step.
+        by: the metric that is the weight; None gives every step the weight 1.
+        mean: for `deviation`, the metric with the means of the steps; None if they are 0.
+        everywhere: for a `mean`, a step without the metric counts as 0; `by` must be a sum.
     """
 
     kind: Kind
@@ -150,13 +153,15 @@ class Rule:
 
 SUM, LAST, MAX, MIN = Rule("sum"), Rule("last"), Rule("max"), Rule("min")
 PER_UPDATE = Rule("mean", by="update/count")
-PER_GROUP = Rule("mean", by="groups/count")  # also of rollouts: all groups of a run are equally large
+PER_GROUP = Rule(
+    "mean", by="groups/count"
+)  # also for means over rollouts, because all groups of a run have the same size
 PER_COUNTED_TOKEN = Rule("mean", by="response/trained_tokens")
 PER_TRAINED_TOKEN = Rule("mean", by="update/tokens")
 PER_GENERATED_GROUP = Rule("mean", by="rollout/generated_groups")
 OVER_TIME = Rule("mean", by="time/step")
 
-# A part in capitals stands for any name; a name that is listed itself is meant first.
+# A word in capitals is a placeholder for any name; an exact name takes precedence.
 RULES: Mapping[str, Rule] = {
     "reward/mean": PER_GROUP,
     "reward/std": Rule("deviation", by="groups/count", mean="reward/mean"),
@@ -267,7 +272,7 @@ RULES: Mapping[str, Rule] = {
 
 @dataclass(slots=True)
 class Column:
-    """The values of one metric so far; what a rule needs of them."""
+    """Running statistics of one metric; `total` and `squares` are weighted sums."""
 
     last: float = math.nan
     largest: float = -math.inf
@@ -277,7 +282,6 @@ class Column:
     squares: float = 0.0
 
     def add(self, value: float, weight: float) -> None:
-        """One more value; `total` and `squares` are weighted sums."""
         self.last = value
         self.largest, self.smallest = max(self.largest, value), min(self.smallest, value)
         self.weight += weight
@@ -286,29 +290,29 @@ class Column:
 
 
 class MetricsAggregator:
-    """Takes the metrics of one step after the other, and says what they are together.
+    """Aggregates the metrics of steps by `RULES`.
 
-    A metric that only some steps report (evaluation, checkpoint) is taken over those steps, but for those that count
-    as 0 in the others.
+    A metric that only some steps report (evaluation, checkpoint) is aggregated over those steps, unless its rule says
+    `everywhere`.
     """
 
     def __init__(self) -> None:
         self._columns: dict[str, Column] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """One more step.
+        """Add one step.
 
         Raises:
-            DataError: a metric has no rule, or its weight is not among the metrics of the step.
+            DataError: a metric has no rule, or the step lacks its weight.
         """
         for name, value in metrics.items():
             by = rule_of(name).by
             if by is not None and by not in metrics:
-                raise DataError(f"metric {name} is weighted by {by}, which this step does not report")
+                raise DataError(f"metric {name} is weighted by {by}, which the step does not report; report both")
             self._columns.setdefault(name, Column()).add(value, 1.0 if by is None else metrics[by])
 
     def result(self) -> dict[str, float]:
-        """Every metric over all steps so far; a mean whose weights are all 0 is left out."""
+        """Every metric over all steps so far, without means whose total weight is 0."""
         taken = {name: self._take(rule_of(name), column) for name, column in self._columns.items()}
         return {name: value for name, value in taken.items() if value is not None}
 
@@ -331,12 +335,12 @@ class MetricsAggregator:
                 return deviation(column, means)
 
     def _weight(self, rule: Rule, column: Column) -> float:
-        """Of the steps that a mean is over."""
+        """Total weight of a mean."""
         return self._columns[rule.by].total if rule.everywhere and rule.by is not None else column.weight
 
 
 def aggregate(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What several reports amount to; one stays as it is. A mean over no tokens at all is that of the last one."""
+    """Several reports as one. Of a mean whose total weight is 0, the last value is kept."""
     if len(reports) == 1:
         return dict(reports[0])
     aggregator = MetricsAggregator()
@@ -346,14 +350,14 @@ def aggregate(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def deviation(deviations: Column, means: Column) -> float:
-    """Of all values together: the mean square of the deviations, plus the variance of the means (total variance)."""
+    """Standard deviation by the law of total variance: mean variance plus variance of the means."""
     weight = deviations.weight
     variance_of_means = means.squares / weight - (means.total / weight) ** 2
     return math.sqrt(max(0.0, deviations.squares / weight + variance_of_means))
 
 
 def rule_of(name: str) -> Rule:
-    """The rule for a metric.
+    """The rule of a metric.
 
     Raises:
         DataError: there is none.
@@ -361,7 +365,7 @@ def rule_of(name: str) -> Rule:
     if name in RULES:
         return RULES[name]
     for pattern, rule in RULES.items():
-        # A reward that returns several numbers has parts of two places, FUNCTION/PART.
+        # A reward function that returns several numbers has parts named FUNCTION/PART.
         if re.fullmatch(re.sub("[A-Z]+", ".+", pattern), name):
             return rule
-    raise DataError(f"metric {name} has no rule in observe/metrics.py; say there what it is over several steps")
+    raise DataError(f"metric {name} has no aggregation rule; add one to RULES in observe/metrics.py")

@@ -59,13 +59,7 @@ class Curves:
 
 
 def page(name: str, summary: Summary, curves: Curves) -> str:
-    """The report of a run.
-
-    Args:
-        name: of the run.
-        summary: how it ended.
-        curves: for the chart; if they are empty, the page says so.
-    """
+    """The report of a finished run; without curves, it says that no step was recorded."""
     parts = (
         f"<h1>{escape(name)}</h1>",
         scores(summary),

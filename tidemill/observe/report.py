@@ -1,4 +1,4 @@
-"""The end of a run: what was learned, where the model is, and what was left out."""
+"""The summary of a finished run, and its report on the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidemill.observe.text import counted, duration, excerpt
 from tidemill.protocols import Answer, Evaluation
 
 CELL = 300
-"""Characters of a cell on the screen and in Markdown; the page has more."""
+"""Characters of a cell on the terminal and in Markdown; the HTML page has more."""
 WHY_MISSING = {
     "held_out_before": "data.held_out is not set",
     "held_out_after": "data.held_out is not set",
@@ -41,12 +41,12 @@ FACTS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("model_version", "model version", str),
     ("mlflow_run_id", "MLflow run", str),
 )
-"""Name of a value of the summary, what it is called, and its form."""
+"""Field of the summary, label and format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one held-out prompt got before and after training, as excerpts; None where it was not asked."""
+    """A held-out prompt and its answers before and after training, as excerpts; None where there is no answer."""
 
     prompt: str
     before: str | None
@@ -56,26 +56,26 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`summary.json`; a value that does not exist is None, and `missing` may say why.
+    """The content of `summary.json`; a missing value is None, and `missing` may give the reason.
 
     Attributes:
-        steps: of the trainer, that are done.
+        steps: done by the trainer.
         held_out_before, held_out_after: mean reward on the held-out prompts.
-        train_seconds: of all steps; total_seconds: the whole run.
+        train_seconds, total_seconds: wall time of all steps, and of the whole run.
         tokens_per_second: trained response tokens over `train_seconds`.
-        trainer_idle, rollouter_idle: share of the steps' time spent waiting, in `[0, 1]`; of the last attempt.
+        trainer_idle, rollouter_idle: share of the steps' time spent waiting, in `[0, 1]`, of the last attempt.
         max_age: largest age of a trained token, in policy versions.
         peak_memory_bytes: of all processes of the run together.
-        checkpoint_uri, model_uri: where they lie in the object store.
+        checkpoint_uri, model_uri: in the object store.
         model_version: `NAME/VERSION` in the registry.
-        mlflow_run_id: the run in the tracking server.
+        mlflow_run_id: id of the run in MLflow.
         samples: held-out prompts with the answers before and after.
         skipped: prompts that were never trained, by reason.
-        dropped: groups that were generated and not trained, by reason; their prompts were issued again.
+        dropped: groups that were generated but not trained, by reason; their prompts were issued again.
         phase_seconds: wall time by phase, of the last attempt.
-        metrics: those of all steps together, by the rules of `observe.metrics`; of the last attempt.
-        missing: why a value is None, by its name.
-        stopped: why the run was ended before its last step; None if it was not.
+        metrics: aggregated over the steps of the last attempt by `observe.metrics.RULES`.
+        missing: why a field is None, by its name.
+        stopped: why the run ended before its last step; None if it did not.
     """
 
     steps: int
@@ -101,19 +101,17 @@ class Summary:
     stopped: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON value."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """The text of `summary.json`."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Summary:
-        """Read what `to_json` made.
+        """The inverse of `to_json`.
 
         Raises:
-            DataError: it is something else, or keys are missing or unknown.
+            DataError: the text is not a summary, or keys are missing or unknown.
         """
         try:
             value = json.loads(text)
@@ -124,7 +122,7 @@ class Summary:
             raise DataError(f"not a summary of a run: {error}; its keys are {names}") from error
 
     def write(self, path: str | Path) -> None:
-        """Write as JSON; a reader sees the whole file or the one before."""
+        """Write as JSON, atomically: a reader sees the old or the new file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -136,10 +134,10 @@ class Summary:
 
     @classmethod
     def read(cls, path: str | Path) -> Summary:
-        """Read what `write` wrote.
+        """The inverse of `write`.
 
         Raises:
-            DataError: there is no such file, or it holds something else.
+            DataError: there is no such file, or it is not a summary.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -148,7 +146,7 @@ class Summary:
         return cls.from_json(text)
 
     def scored(self, evaluation: Evaluation | None) -> Summary:
-        """The summary with the score and the answers of the policy at the end, if it was asked."""
+        """The summary with the score and answers of the final policy; unchanged without an evaluation."""
         if evaluation is None:
             return self
         after = {answer.prompt: answer.response for answer in evaluation.answers}
@@ -156,11 +154,11 @@ class Summary:
         return replace(self, held_out_after=evaluation.score, samples=samples)
 
     def why(self, name: str) -> str:
-        """Why the value `name` is None."""
+        """Why the field `name` is None."""
         return self.missing.get(name, WHY_MISSING.get(name, "not measured"))
 
     def reason(self, name: str) -> str:
-        """Why the value `name` is None, in brackets."""
+        """`why` in brackets."""
         return f"({self.why(name)})"
 
 
@@ -168,10 +166,10 @@ def render(summary: Summary, console: Console, generate_command: str, ui_command
     """Print the report of a run.
 
     Args:
-        summary: the run.
-        console: where to; 80 columns are enough.
-        generate_command: shell command that asks the trained model something.
-        ui_command: shell command that opens MLflow on the run, or its address.
+        summary: of the run.
+        console: at least 80 columns wide.
+        generate_command: shell command that prompts the trained model.
+        ui_command: shell command that opens MLflow, or its address.
     """
     console.print()
     console.print(scores(summary))
@@ -189,7 +187,7 @@ def render(summary: Summary, console: Console, generate_command: str, ui_command
 
 
 def scores(summary: Summary) -> Text:
-    """Held-out score before and after, the one line that a person looks for."""
+    """The main result: held-out score before and after training."""
     before, after = summary.held_out_before, summary.held_out_after
     text = Text("Held-out score  ", style="bold")
     text.append(summary.reason("held_out_before") if before is None else f"{before:.3f}")
@@ -214,7 +212,7 @@ def answers(samples: Sequence[Sample]) -> Table:
 
 
 def run_table(summary: Summary) -> Table:
-    """Everything else, one row a value; a missing one says why, in grey."""
+    """One row per fact; a missing value gives its reason, in grey."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -225,10 +223,10 @@ def run_table(summary: Summary) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A row of the report, the same on the screen, in Markdown and on the page.
+    """A row of the report, on the terminal, in Markdown and in HTML.
 
     Attributes:
-        label: what it is.
+        label: shown to people.
         text: the value with its unit, or why there is none.
         known: whether there is a value.
     """
@@ -239,7 +237,7 @@ class Fact:
 
 
 def facts(summary: Summary) -> Iterator[Fact]:
-    """Everything besides score and answers."""
+    """All rows of the report."""
     times = f"{summary.steps} in {duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})"
     yield Fact("steps", times)
     if summary.stopped is not None:
@@ -252,7 +250,7 @@ def facts(summary: Summary) -> Iterator[Fact]:
 
 
 def value_or_reason(summary: Summary, name: str, label: str, form: Callable[[Any], str]) -> Fact:
-    """A value in its form, or why there is none."""
+    """The formatted value of a field, or why there is none."""
     value = asdict(summary)[name]
     if value is None:
         return Fact(label, summary.reason(name), known=False)
@@ -260,7 +258,7 @@ def value_or_reason(summary: Summary, name: str, label: str, form: Callable[[Any
 
 
 def left_out(summary: Summary) -> Iterator[str]:
-    """What was not trained, one line a reason."""
+    """What was not trained, one line per reason."""
     for name, counts in (("skipped prompts", summary.skipped), ("dropped groups", summary.dropped)):
         yield from (f"{name}: {count} ({reason})" for reason, count in counts.items() if count)
     if masked := summary.metrics.get("staleness/masked_tokens"):
@@ -269,6 +267,6 @@ def left_out(summary: Summary) -> Iterator[str]:
 
 
 def shortened(answer: Answer) -> Answer:
-    """The answer as the report shows it."""
+    """The answer with excerpts of its texts, as the report shows it."""
     expected = None if answer.expected is None else excerpt(answer.expected)
     return replace(answer, prompt=excerpt(answer.prompt), response=excerpt(answer.response), expected=expected)

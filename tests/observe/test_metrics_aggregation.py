@@ -119,7 +119,10 @@ def test_a_mean_over_nothing_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("step", "message"),
-    [({"loss/mean_of_max": 1.0}, "loss/mean_of_max has no rule"), ({"reward/mean": 1.0}, "weighted by groups/count")],
+    [
+        ({"loss/mean_of_max": 1.0}, "loss/mean_of_max has no aggregation rule"),
+        ({"reward/mean": 1.0}, "weighted by groups/count"),
+    ],
 )
 def test_nothing_is_guessed(step: dict[str, float], message: str) -> None:
     with pytest.raises(DataError, match=message):
