@@ -256,8 +256,8 @@ def test_a_run_in_a_queue_is_created_suspended() -> None:
 def test_the_objects_of_a_run_have_its_labels() -> None:
     job = ray_job(on_kubernetes("name=my-run"), 4, kfp_run_id="abc")
     assert job["metadata"]["name"] == job_name("my-run", 4)
-    for thing in (job, *templates(job).values()):
-        labels = thing["metadata"]["labels"]
+    for obj in (job, *templates(job).values()):
+        labels = obj["metadata"]["labels"]
         assert {f"{key}={value}" for key, value in labels.items()} >= set(selector("my-run").split(","))
         assert (labels["tidemill.dev/attempt"], labels["tidemill.dev/kfp-run"]) == ("4", "abc")
 

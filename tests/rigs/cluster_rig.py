@@ -136,7 +136,7 @@ class ClusterRun:
     def left(self) -> list[str]:
         """All objects of the run in the cluster."""
         kinds = (RAY_JOBS, RAY_CLUSTERS, PODS)
-        return [f"{kind}/{name_of(thing)}" for kind in kinds for thing in self.admin.list(kind, selector(self.name))]
+        return [f"{kind}/{name_of(obj)}" for kind in kinds for obj in self.admin.list(kind, selector(self.name))]
 
     def clear(self) -> None:
         """Delete all objects of the run."""

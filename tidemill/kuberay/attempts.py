@@ -165,7 +165,7 @@ class Attempts:
 
     def wait_until_removed(self, number: int) -> None:
         run = selector(self.config.name)
-        wait_until_removed(self.cluster, run, lambda thing: attempt_of(labels_of(thing)) == number, self.clock)
+        wait_until_removed(self.cluster, run, lambda obj: attempt_of(labels_of(obj)) == number, self.clock)
 
     def result(self, attempt: Attempt) -> Summary | None:
         """The summary of an attempt that succeeded; the score of the model is the last object that it writes."""
@@ -251,13 +251,13 @@ def repeat(call: Callable[[], T], clock: Clock) -> T:
     return retrying(RunError, REMOVAL_TIMEOUT_S, POLL_S, now=clock.time, sleep=clock.sleep)(call)
 
 
-def wait_until_removed(cluster: Cluster, selected: str, ours: Callable[[Object], bool], clock: Clock) -> None:
+def wait_until_removed(cluster: Cluster, selected: str, matches: Callable[[Object], bool], clock: Clock) -> None:
     """Wait until none of the RayJobs and pods that a selector and a predicate choose exists.
 
     Args:
         cluster: their namespace.
         selected: label selector.
-        ours: further condition.
+        matches: further condition.
         clock: of the wait.
 
     Raises:
@@ -266,8 +266,8 @@ def wait_until_removed(cluster: Cluster, selected: str, ours: Callable[[Object],
     left: list[str] = []
 
     def none_left() -> bool:
-        found = [(kind, thing) for kind in (RAY_JOBS, PODS) for thing in cluster.list(kind, selected)]
-        left[:] = [f"{kind.plural}/{name_of(thing)}" for kind, thing in found if ours(thing)]
+        found = [(kind, obj) for kind in (RAY_JOBS, PODS) for obj in cluster.list(kind, selected)]
+        left[:] = [f"{kind.plural}/{name_of(obj)}" for kind, obj in found if matches(obj)]
         return not left
 
     removed = wait_for(lambda: repeat(none_left, clock), REMOVAL_TIMEOUT_S, POLL_S, now=clock.time, sleep=clock.sleep)

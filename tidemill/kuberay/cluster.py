@@ -100,18 +100,18 @@ class Cluster(Protocol):
         ...
 
 
-def labels_of(thing: Object) -> Mapping[str, str]:
-    found: Mapping[str, str] = thing["metadata"].get("labels") or {}
+def labels_of(obj: Object) -> Mapping[str, str]:
+    found: Mapping[str, str] = obj["metadata"].get("labels") or {}
     return found
 
 
-def annotations_of(thing: Object) -> Mapping[str, str]:
-    found: Mapping[str, str] = thing["metadata"].get("annotations") or {}
+def annotations_of(obj: Object) -> Mapping[str, str]:
+    found: Mapping[str, str] = obj["metadata"].get("annotations") or {}
     return found
 
 
-def name_of(thing: Object) -> str:
-    name: str = thing["metadata"]["name"]
+def name_of(obj: Object) -> str:
+    name: str = obj["metadata"]["name"]
     return name
 
 

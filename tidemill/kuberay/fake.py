@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_CLUSTERS, RAY_JOBS, Kind, Object, labels_of
 
-Thing = dict[str, Any]
+Manifest = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class FakeCluster:
         self.clock, self.namespace = clock, namespace
         self.missing, self.forbidden = missing, forbidden
         self.away = False
-        self.objects: dict[tuple[Kind, str], Thing] = {}
+        self.objects: dict[tuple[Kind, str], Manifest] = {}
         self.logs: dict[str, str] = {}
         self.created: list[str] = []
         self.uids = itertools.count(1)
@@ -77,9 +77,9 @@ class FakeCluster:
         self.admit("create", kind)
         name = manifest["metadata"]["name"]
         if (kind, name) not in self.objects:
-            thing: Thing = copy.deepcopy(dict(manifest))
-            thing["metadata"] |= {"uid": f"uid-{next(self.uids)}", "creationTimestamp": self.clock.stamp()}
-            self.objects[kind, name] = thing
+            obj: Manifest = copy.deepcopy(dict(manifest))
+            obj["metadata"] |= {"uid": f"uid-{next(self.uids)}", "creationTimestamp": self.clock.stamp()}
+            self.objects[kind, name] = obj
             self.created.append(name)
         return copy.deepcopy(self.objects[kind, name])
 
@@ -91,9 +91,9 @@ class FakeCluster:
         self.admit("list", kind)
         wanted = dict(pair.split("=") for pair in selector.split(",") if pair)
         return [
-            copy.deepcopy(thing)
-            for (of, _), thing in self.objects.items()
-            if of == kind and wanted.items() <= labels_of(thing).items()
+            copy.deepcopy(obj)
+            for (of, _), obj in self.objects.items()
+            if of == kind and wanted.items() <= labels_of(obj).items()
         ]
 
     def patch(self, kind: Kind, name: str, change: Object) -> None:
@@ -104,14 +104,14 @@ class FakeCluster:
     def delete(self, kind: Kind, name: str) -> None:
         """Delete an object and what it owns at once; an object with a finalizer only gets a deletion timestamp."""
         self.admit("delete", kind)
-        thing = self.objects.get((kind, name))
-        if thing is None:
+        obj = self.objects.get((kind, name))
+        if obj is None:
             return
-        if thing["metadata"].get("finalizers"):
-            thing["metadata"]["deletionTimestamp"] = self.clock.stamp()
+        if obj["metadata"].get("finalizers"):
+            obj["metadata"]["deletionTimestamp"] = self.clock.stamp()
             return
         del self.objects[kind, name]
-        uid = thing["metadata"]["uid"]
+        uid = obj["metadata"]["uid"]
         for (of, other), owned in list(self.objects.items()):
             if any(owner["uid"] == uid for owner in owned["metadata"].get("ownerReferences") or ()):
                 self.delete(of, other)
@@ -143,17 +143,17 @@ class FakeCluster:
             raise RunError("the Kubernetes API server at https://fake does not answer: connection refused")
 
 
-def merge(thing: Thing, change: Mapping[str, Any]) -> None:
+def merge(obj: Manifest, change: Mapping[str, Any]) -> None:
     """JSON merge patch (RFC 7386)."""
     for key, value in change.items():
         if value is None:
-            thing.pop(key, None)
+            obj.pop(key, None)
         elif isinstance(value, Mapping):
-            inner = thing.get(key)
-            thing[key] = inner if isinstance(inner, dict) else {}
-            merge(thing[key], value)
+            inner = obj.get(key)
+            obj[key] = inner if isinstance(inner, dict) else {}
+            merge(obj[key], value)
         else:
-            thing[key] = copy.deepcopy(value)
+            obj[key] = copy.deepcopy(value)
 
 
 class FakeOperator:
@@ -162,11 +162,11 @@ class FakeOperator:
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster, self.clock = cluster, cluster.clock
 
-    def job(self, name: str) -> Thing:
+    def job(self, name: str) -> Manifest:
         """A RayJob that can be changed in place."""
         return self.cluster.objects[RAY_JOBS, name]
 
-    def pod(self, name: str) -> Thing:
+    def pod(self, name: str) -> Manifest:
         """A pod that can be changed in place."""
         return self.cluster.objects[PODS, name]
 
@@ -196,13 +196,13 @@ class FakeOperator:
         }
         self.own(PODS, name, self.cluster.objects[RAY_CLUSTERS, cluster], pod)
 
-    def own(self, kind: Kind, name: str, owner: Thing, thing: Thing) -> None:
+    def own(self, kind: Kind, name: str, owner: Manifest, obj: Manifest) -> None:
         """Create an object that another one owns."""
         reference = {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
-        thing["metadata"] |= {"name": name, "ownerReferences": [reference]}
-        self.cluster.create(kind, thing)
+        obj["metadata"] |= {"name": name, "ownerReferences": [reference]}
+        self.cluster.create(kind, obj)
 
-    def condition(self, kind: str, status: str, message: str = "", reason: str = "") -> Thing:
+    def condition(self, kind: str, status: str, message: str = "", reason: str = "") -> Manifest:
         """A condition whose last transition is now."""
         stamp = self.clock.stamp()
         return {"type": kind, "status": status, "message": message, "reason": reason, "lastTransitionTime": stamp}

@@ -307,6 +307,6 @@ def is_ready(pod: Object) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
 
 
-def about(event: Object, thing: Object) -> bool:
+def about(event: Object, obj: Object) -> bool:
     """Whether an event concerns an object."""
-    return bool(event.get("involvedObject", {}).get("name") == name_of(thing))
+    return bool(event.get("involvedObject", {}).get("name") == name_of(obj))

@@ -33,11 +33,11 @@ def release_run(cluster: Cluster, run: str, kfp_run: str | None, clock: Clock) -
         RunError: something still exists after `REMOVAL_TIMEOUT_S`.
     """
 
-    def ours(thing: Object) -> bool:
-        return kfp_run is None or labels_of(thing).get(KFP_RUN_LABEL, kfp_run) == kfp_run
+    def matches(obj: Object) -> bool:
+        return kfp_run is None or labels_of(obj).get(KFP_RUN_LABEL, kfp_run) == kfp_run
 
     repeat(lambda: close(cluster, run, **{ENDED: RELEASED, ENDED_OF: kfp_run or ""}), clock)
-    delete(cluster, selector(run), ours, clock)
+    delete(cluster, selector(run), matches, clock)
     return not cluster.list(RAY_JOBS, selector(run))
 
 
@@ -56,19 +56,19 @@ def release_pipeline(cluster: Cluster, kfp_run: str, clock: Clock) -> None:
             close(cluster, run, **{ENDED: RELEASED, ENDED_OF: kfp_run})
 
     repeat(close_all, clock)
-    delete(cluster, selected, lambda thing: True, clock)
+    delete(cluster, selected, lambda obj: True, clock)
 
 
-def delete(cluster: Cluster, selected: str, ours: Callable[[Object], bool], clock: Clock) -> None:
+def delete(cluster: Cluster, selected: str, matches: Callable[[Object], bool], clock: Clock) -> None:
     """Delete the selected RayJobs and wait until their pods are gone."""
 
     def delete_all() -> None:
         for job in cluster.list(RAY_JOBS, selected):
-            if ours(job):
+            if matches(job):
                 cluster.delete(RAY_JOBS, name_of(job))
 
     repeat(delete_all, clock)
-    wait_until_removed(cluster, selected, ours, clock)
+    wait_until_removed(cluster, selected, matches, clock)
 
 
 def release_this_pipeline(
