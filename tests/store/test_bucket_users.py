@@ -1,4 +1,4 @@
-"""The script that makes buckets and their users, against a real MinIO."""
+"""The script that creates buckets and their users, against a real MinIO."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = {
 
 @pytest.fixture
 def endpoint(minio_server: tuple[str, str, str]) -> str:
-    """A server on which the script ran twice."""
+    """A server after two runs of the script."""
     url, access, secret = minio_server
     address = url.removeprefix("http://")
     script, env = runpy.run_path(str(SCRIPT)), KEYS | {"ADMIN_ACCESS_KEY": access, "ADMIN_SECRET_KEY": secret}
@@ -33,7 +33,7 @@ def endpoint(minio_server: tuple[str, str, str]) -> str:
     return address
 
 
-def test_user_can_do_in_its_bucket_what_a_run_does(endpoint: str) -> None:
+def test_a_user_has_the_rights_of_a_run_in_its_bucket(endpoint: str) -> None:
     store = ObjectStore.connect(f"http://{endpoint}", "tidemill", "runs", "secret-of-the-runs")
     store.put_bytes("a/b", b"content")
     assert store.get_bytes("a/b") == b"content"
@@ -50,7 +50,7 @@ def test_user_can_do_in_its_bucket_what_a_run_does(endpoint: str) -> None:
         lambda client: client.make_bucket(bucket_name="another"),
     ],
 )
-def test_user_can_do_nothing_else(endpoint: str, attempt: Callable[[Minio], object]) -> None:
+def test_a_user_has_no_other_rights(endpoint: str, attempt: Callable[[Minio], object]) -> None:
     client = Minio(endpoint=endpoint, access_key="runs", secret_key="secret-of-the-runs", secure=False)
     with pytest.raises(S3Error) as refused:
         attempt(client)
