@@ -96,7 +96,7 @@ def test_a_run_resumes_from_the_newest_commit(addition: RunConfig, store: Object
         find_restart(changed(addition, "algorithm.clip_ratio_low=0.1"), checkpoints)
 
 
-def test_the_documentation_says_what_may_not_change() -> None:
+def test_the_documentation_lists_the_fixed_settings() -> None:
     page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
     [told] = [part for part in page.split("\n\n") if "--resume NAME" in part]
     names = {section: inner for section, inner in IDENTITY.items() if inner is not True}

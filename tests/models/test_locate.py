@@ -43,7 +43,7 @@ def test_a_local_folder_is_found_from_any_folder_afterwards(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_an_incomplete_folder_is_refused_by_what_it_lacks(tmp_path: Path, missing: str) -> None:
+def test_an_incomplete_folder_is_refused_with_the_missing_file(tmp_path: Path, missing: str) -> None:
     folder = make_model(tmp_path / "model")
     (folder / missing).unlink()
     with pytest.raises(ModelError, match=rf"lacks .*{missing.removeprefix('model')}"):
@@ -57,7 +57,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
         find_model(str(folder), tmp_path)
 
 
-def test_what_cannot_be_found_lists_what_was_tried(tmp_path: Path) -> None:
+def test_a_missing_model_lists_all_attempts(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Tried: the folder .*; the Hugging Face cache .*; the Hugging Face hub "):
         find_model("nobody/nothing", tmp_path)
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_found_lists_what_was_tried(tmp_path: Path) -> None:
         ("\n", "OSError"),
     ],
 )
-def test_of_an_error_the_first_sentence_is_told_whole(text: str, told: str) -> None:
+def test_the_first_sentence_of_an_error_is_complete(text: str, told: str) -> None:
     assert first_sentence(OSError(text)) == told
 
 
@@ -149,7 +149,7 @@ def test_the_converted_model_adds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b/c", "a/b/c", "../b", "~/b", "a/", "/b", "a/b c"])
-def test_what_is_no_name_of_the_hub_is_refused_without_asking_it(name: str, tmp_path: Path) -> None:
+def test_an_invalid_name_is_refused_without_a_request_to_the_hub(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="OWNER/NAME"):
         find_model(name, tmp_path)
 
@@ -181,7 +181,7 @@ def test_a_model_of_the_store_is_downloaded_whole(seaweedfs: ObjectStore, locato
         ("s3://{bucket}", "model 's3://{bucket}': .* is not of the form s3://bucket/key"),
     ],
 )
-def test_another_try_is_not_worth_it_for_a_model_that_the_store_does_not_have(
+def test_a_model_missing_in_the_store_is_not_retryable(
     seaweedfs: ObjectStore, locator: Locator, tmp_path: Path, address: str, message: str
 ) -> None:
     with pytest.raises(ModelError, match=message.format(bucket=seaweedfs.bucket)) as caught:
@@ -189,7 +189,7 @@ def test_another_try_is_not_worth_it_for_a_model_that_the_store_does_not_have(
     assert not isinstance(caught.value, RETRYABLE)
 
 
-def test_another_try_is_worth_it_when_the_store_does_not_answer(locator: Locator, tmp_path: Path) -> None:
+def test_a_store_without_an_answer_is_retryable(locator: Locator, tmp_path: Path) -> None:
     silent = Locator(locator.store.model_copy(update={"endpoint": "http://127.0.0.1:9"}), tmp_path, locator.registry)
     with pytest.raises(StoreError) as caught:
         silent.fetch_model("s3://bucket/model", tmp_path / "start")

@@ -20,7 +20,7 @@ def test_flags_are_read_from_cpuinfo(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path / "absent") == frozenset()
 
 
-def test_auto_takes_what_the_processor_computes_in() -> None:
+def test_auto_is_the_native_precision() -> None:
     expected = torch.bfloat16 if computes_bfloat16(CPU) else torch.float32
     assert compute_dtype("auto", "cpu") == expected
 

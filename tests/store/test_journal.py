@@ -37,7 +37,7 @@ def writer(store: ObjectStore, path: Path, segment_bytes: int = SEGMENT_BYTES) -
     return JournalWriter(store, PREFIX, path, interval_s=0.01, close_timeout_s=120, segment_bytes=segment_bytes)
 
 
-def test_what_is_appended_arrives_in_order_and_whole_at_the_end(store: ObjectStore, tmp_path: Path) -> None:
+def test_appended_lines_arrive_in_order_and_complete(store: ObjectStore, tmp_path: Path) -> None:
     path, reader, read = tmp_path / "events.jsonl", JournalReader(store, PREFIX), b""
     with writer(store, path):
         for number in range(20):
@@ -123,7 +123,7 @@ def test_reader_starts_at_any_offset(seaweedfs: ObjectStore, tmp_path: Path, off
     assert reader.offset == path.stat().st_size
 
 
-def test_what_lies_before_a_missing_segment_is_read_and_what_lies_behind_it_can_be(seaweedfs: ObjectStore) -> None:
+def test_segments_before_and_behind_a_gap_can_be_read(seaweedfs: ObjectStore) -> None:
     seaweedfs.put_bytes(f"{PREFIX}/000000000000.jsonl", b"one\n")
     seaweedfs.put_bytes(f"{PREFIX}/000000000010.jsonl", b"three\n")
     reader = JournalReader(seaweedfs, PREFIX)

@@ -122,7 +122,7 @@ def test_an_overwritten_object_is_the_new_one(store: ObjectStore) -> None:
     assert store.get_bytes("k") == b"new"
 
 
-def test_deleting_what_is_not_there_is_fine(store: ObjectStore) -> None:
+def test_a_missing_object_may_be_deleted(store: ObjectStore) -> None:
     store.delete("never/was")
     assert store.delete_prefix("never") == 0
 

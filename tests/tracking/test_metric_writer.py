@@ -99,7 +99,7 @@ def test_a_stuck_server_neither_blocks_nor_loses_points(tmp_path: Path) -> None:
     writer.thread.join(SOON)
 
 
-def test_a_full_spool_counts_what_it_drops(tmp_path: Path) -> None:
+def test_a_full_spool_counts_dropped_points(tmp_path: Path) -> None:
     sink = Sink()
     sink.down = True
     spool = Spool(tmp_path / "spool", limit=1)
@@ -109,7 +109,7 @@ def test_a_full_spool_counts_what_it_drops(tmp_path: Path) -> None:
     assert writer.close(SOON) == Unwritten(spooled=5, dropped=7)
 
 
-def test_a_spool_that_cannot_be_written_counts_what_is_lost(tmp_path: Path) -> None:
+def test_a_spool_that_cannot_be_written_counts_lost_points(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sink = Sink()
     sink.down = True

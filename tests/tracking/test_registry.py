@@ -47,7 +47,7 @@ def test_a_missing_version_lists_those_that_exist(mlflow_config: RunConfig) -> N
     for missing in ("models:/addition/7", "models:/addition@champion"):
         with pytest.raises(ModelError, match="versions of addition are 1"):
             model_source(missing, uri)
-    with pytest.raises(ModelError, match="models there are addition"):
+    with pytest.raises(ModelError, match="its models are addition"):
         model_source("models:/subtraction/1", uri)
 
 
@@ -72,7 +72,7 @@ def test_other_forms_are_refused(uri: str, tmp_path: Path) -> None:
         (0.1, float("nan"), None, False, "nan"),
     ],
 )
-def test_the_gate_lets_pass_what_is_good_enough(
+def test_the_gate_compares_scores(
     before: float | None, after: float | None, minimum: float | None, passed: bool, reason: str
 ) -> None:
     decision = gate(before, after, minimum)
@@ -103,7 +103,7 @@ def test_promoting_the_champion_again_changes_nothing(mlflow_config: RunConfig) 
     assert champion(mlflow_config) == "models:/addition/1"
 
 
-def test_who_does_not_become_the_champion_is_told_both_scores_and_whose_they_are(mlflow_config: RunConfig) -> None:
+def test_the_reason_against_promotion_names_both_scores(mlflow_config: RunConfig) -> None:
     promote(mlflow_config, registered(mlflow_config, 0.5), 0.1, 0.5)
     reason = promote(mlflow_config, registered(mlflow_config, 0.25), 0.1, 0.25)[1]
     assert reason == "it scores 0.25, and the champion, version 1, 0.5"

@@ -199,7 +199,7 @@ def test_a_run_that_has_its_pods_does_not_wait_for_the_server(
     tracker.finish("FINISHED")
 
 
-def test_tags_say_what_made_the_attempt(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tags_name_the_origin_of_the_attempt(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ATTEMPT": "2", "KFP_RUN": "kfp-7", "GIT_REVISION": "abc"}.items():
         monkeypatch.setenv(f"TIDEMILL_{name}", value)
     config = mlflow_config.model_copy(update={"cluster": ClusterConfig(provider="kuberay")})
@@ -317,7 +317,7 @@ def test_settings_flatten_to_names_and_texts_that_mlflow_takes(mlflow_config: Ru
     assert len(params) > 60
 
 
-def test_a_score_says_once_what_it_leaves_out(mlflow_config: RunConfig, tmp_path: Path) -> None:
+def test_skipped_prompts_of_a_score_are_reported_once(mlflow_config: RunConfig, tmp_path: Path) -> None:
     tracker = Tracker.start(mlflow_config)
     with EventLog(tmp_path / "events.jsonl") as log:
         observer = RunObserver(mlflow_config, log, tracker)

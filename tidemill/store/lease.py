@@ -2,7 +2,7 @@
 
     runs/NAME/lease     {"attempt": 2, "owner": "9f2c...", "time": 1764.., "released": false}
 
-A pod that was believed lost may continue for a while. It finds the number of a newer attempt in the lease, and its
+A pod that seemed lost may continue to run. It finds the number of a newer attempt in the lease, and its
 commits are refused. The lease remains after its release, because it stores the number; `remove_lease` removes it. Two
 machines that share a store are kept apart in the same way.
 """
@@ -169,7 +169,7 @@ def lease_key(run: str) -> str:
 
 
 def remove_lease(store: ObjectStore, run: str) -> None:
-    """Remove the lease, if there is one, whoever holds it."""
+    """Remove the lease, if it exists."""
     store.delete(lease_key(run))
 
 

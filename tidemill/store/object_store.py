@@ -30,7 +30,7 @@ from tidemill.errors import ConfigError, StoreError, StoreMissingError, StoreRef
 
 PART_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10  # with 1 MiB the allocator returns every chunk to the system, which doubles the time
-READ_TIMEOUT_S = 60.0  # of silence; a server that joins the parts of an upload says nothing for a while
+READ_TIMEOUT_S = 60.0  # of silence; a server is silent while it joins the parts of an upload
 ATTEMPTS = 4  # of a download that breaks off; each continues where the previous one stopped
 SIGNED_FOR = timedelta(minutes=15)  # a conditional put
 ACCESS_KEY, SECRET_KEY = "TIDEMILL_S3_ACCESS_KEY", "TIDEMILL_S3_SECRET_KEY"
@@ -122,16 +122,12 @@ class ObjectStore:
         probe = cls(make_client(endpoint_url, access_key, secret_key, patient=False), endpoint_url, bucket)
         with probe.explained(f"bucket {bucket}"):
             if not probe.client.bucket_exists(bucket_name=bucket):
-                probe.make_bucket()
+                try:
+                    probe.client.make_bucket(bucket_name=bucket)
+                except S3Error:  # another process may have created it
+                    if not probe.client.bucket_exists(bucket_name=bucket):
+                        raise
         return cls(make_client(endpoint_url, access_key, secret_key, patient=True), endpoint_url, bucket)
-
-    def make_bucket(self) -> None:
-        """Create the bucket; another process may create it at the same time."""
-        try:
-            self.client.make_bucket(bucket_name=self.bucket)
-        except S3Error:
-            if not self.client.bucket_exists(bucket_name=self.bucket):
-                raise
 
     def uri(self, key: str) -> str:
         """`s3://bucket/key`."""
@@ -164,22 +160,18 @@ class ObjectStore:
         """A small object with its tag; None if it does not exist."""
         with self.explained(self.uri(key)):
             try:
-                response = self.client.get_object(bucket_name=self.bucket, object_name=key)
+                with self.opened(key) as response:
+                    return TaggedContent(response.read(), str(response.headers["etag"]))
             except S3Error as error:
                 if error.code in MISSING:
                     return None
                 raise
-            try:
-                return TaggedContent(response.read(), str(response.headers["etag"]))
-            finally:
-                response.close()
-                response.release_conn()
 
     def put_if_unchanged(self, key: str, data: bytes, seen: TaggedContent | None) -> bool:
         """Replace the content that was seen, or create the object if `seen` is None: compare and swap.
 
-        A put whose answer was lost is sent again and then finds its own content. A caller that must tell this from
-        another writer reads the object after a False.
+        A put whose answer was lost is sent again and then finds its own content. A caller that must
+        distinguish this from another writer reads the object after a False.
 
         Returns:
             False if the object has another content.
@@ -225,8 +217,7 @@ class ObjectStore:
         """Write an object to `file`; continues after a broken connection."""
         received, digest = 0, hashlib.sha256()
         for attempt in range(ATTEMPTS):
-            with self.explained(self.uri(key)):
-                response = self.client.get_object(bucket_name=self.bucket, object_name=key, offset=received)
+            with self.explained(self.uri(key)), self.opened(key, received) as response:
                 try:
                     for chunk in response.stream(CHUNK_BYTES):
                         file.write(chunk)
@@ -236,10 +227,17 @@ class ObjectStore:
                 except HTTPError:
                     if attempt == ATTEMPTS - 1:
                         raise
-                finally:
-                    response.close()
-                    response.release_conn()
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    @contextmanager
+    def opened(self, key: str, offset: int = 0) -> Iterator[BaseHTTPResponse]:
+        """The response with an object from `offset` on."""
+        response = self.client.get_object(bucket_name=self.bucket, object_name=key, offset=offset)
+        try:
+            yield response
+        finally:
+            response.close()
+            response.release_conn()
 
     def upload_folder(self, folder: Path, prefix: str) -> tuple[StoredObject, ...]:
         """Upload every file below `folder`, in the order of their names, as `prefix/relative/path`."""
@@ -278,7 +276,7 @@ class ObjectStore:
             return tuple(item.object_name.removeprefix(where).rstrip("/") for item in found if item.is_dir)
 
     def exists(self, key: str) -> bool:
-        """Whether there is an object under exactly this key."""
+        """Whether an object has exactly this key."""
         with self.explained(self.uri(key)):
             try:
                 self.client.stat_object(bucket_name=self.bucket, object_name=key)
@@ -309,7 +307,7 @@ class ObjectStore:
         try:
             yield
         except S3Error as error:
-            raise kind_of(error)(f"{subject} at {self.endpoint}: {advice(error)}") from error
+            raise explanation(error, f"{subject} at {self.endpoint}") from error
         except (MinioException, HTTPError) as error:
             cause = error.reason if isinstance(error, MaxRetryError) else error
             raise StoreError(
@@ -320,24 +318,17 @@ class ObjectStore:
             raise StoreError(f"{subject} at {self.endpoint}: {error}") from error
 
 
-def kind_of(error: S3Error) -> type[StoreError]:
-    """The class for an answer of the server."""
-    if error.code in REFUSED:
-        return StoreRefusedError
-    return StoreMissingError if error.code in MISSING else StoreError
-
-
-def advice(error: S3Error) -> str:
+def explanation(error: S3Error, subject: str) -> StoreError:
     """The answer of the server, and what to do about it."""
-    answer = f"{error.code}: {error.message}"
+    answer = f"{subject}: {error.code}: {error.message}"
     if error.code in REFUSED:
-        return (
+        return StoreRefusedError(
             f"{answer} Check the keys in {ACCESS_KEY} and {SECRET_KEY} (in pods: of kubernetes.store_secret), and "
             "their rights in this bucket."
         )
     if error.code in MISSING:
-        return f"{answer} Check the name; it may have been deleted."
-    return answer
+        return StoreMissingError(f"{answer} Check the name; it may have been deleted.")
+    return StoreError(answer)
 
 
 def make_client(

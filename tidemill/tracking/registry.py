@@ -261,4 +261,4 @@ def inventory(client: Any, name: str) -> str:
     if versions:
         return f"versions of {name} are {', '.join(map(str, versions))}"
     models = sorted(model.name for model in client.search_registered_models())
-    return f"models there are {', '.join(models)}" if models else "it is empty"
+    return f"its models are {', '.join(models)}" if models else "it is empty"
