@@ -48,7 +48,7 @@ def test_an_older_attempt_publishes_no_weights_either(seaweedfs: ObjectStore, ru
     rank = Rank(run_config, "none", 0, old.claim)
     rank.bucket = seaweedfs
     new.take()
-    for publish in (lambda: rank.upload_weights(3), rank.republish_weights):
+    for publish in (lambda: rank.upload_weights(3), rank.upload_snapshot):
         with pytest.raises(CheckpointError, match="attempt 2 took the lease"):
             publish()
 
