@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tidemill.errors import SyncError
+from tidemill.weights.tensor_files import MappedWeights, write_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -65,13 +66,22 @@ def test_a_layer_without_weights_is_no_failure_where_the_model_says_what_it_load
     assert [text for text in said if "Failed" in text] == warned
 
 
-def test_a_load_that_breaks_off_says_that_two_versions_are_there() -> None:
+def test_a_load_that_breaks_off_leaves_no_version(tmp_path: Path) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from tidemill.inference.weight_loader import HALF_LOADED, SharedMemoryTransfer
+    from tidemill.inference.weight_loader import SharedMemoryTransfer, UpdateInfo
 
     transfer = SharedMemoryTransfer.__new__(SharedMemoryTransfer)
-    transfer.model, transfer.model_config = Model(says=True), None
+    transfer.model, transfer.model_config = Model(says=True), None  # its layer is 2 x 2
+    transfer.expected, transfer.tied, transfer.files = (
+        {"dense.weight": (3, 3)},
+        False,
+        MappedWeights(),
+    )  # a layer of two
     record_metadata_for_reloading(transfer.model)
-    with pytest.raises(SyncError, match=HALF_LOADED):
-        transfer.load_all({"dense.weight": torch.full((3, 3), 3.0)})  # a layer of two
+    for size, version in ((4, 0), (3, None)):  # the first one is refused before anything is loaded
+        path = tmp_path / f"{size}.safetensors"
+        nbytes = write_tensors(path, {"dense.weight": torch.full((size, size), 3.0)})
+        with pytest.raises(Exception, match="does not fit" if size == 4 else "size"):
+            transfer.receive_weights(UpdateInfo(str(path), nbytes, 5))
+        assert transfer.version == version

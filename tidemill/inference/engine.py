@@ -2,16 +2,17 @@
 
 What a weight update does to requests in flight, by pause mode:
 
-keep: they stop between two decoding steps and go on with their tokens and their KV cache, which the old weights
+keep: they stop between two decoding steps and continue with their tokens and their KV cache, which the old weights
     computed. (vLLM's `clear_cache=True` would preempt them and compute all KV again with the new weights: exact, and a
     prefill of everything in flight.) The prefix cache cannot be emptied while they hold blocks of it, so every request
-    carries its version as cache salt, and what has no token yet is submitted again: a prompt that is computed after the
-    update never sees KV from before it, unless `sync.keep_prefix_cache` asks for that.
-    What vLLM had set aside in the middle, for want of KV memory, it computes again where that is not cached still.
-abort: vLLM ends them; `generate` submits prompt and tokens so far again with what is left of the budget.
-wait: what has a token finishes first, also what vLLM sets aside meanwhile; the rest is submitted again afterwards.
+    carries its version as cache salt, and a request without a token is submitted again: a prompt that is computed after
+    the update never sees KV from before it, unless `sync.keep_prefix_cache` asks for that. A request that vLLM had
+    preempted for want of KV memory is computed again where it is not cached any more.
+abort: vLLM ends them; `generate` submits prompt and tokens so far again with the rest of the budget.
+wait: requests with a token finish first, including those that vLLM preempts meanwhile; the others are submitted again
+    afterwards.
 
-What is submitted again keeps its place: vLLM serves the group first that has been here the longest.
+A request that is submitted again keeps its priority: vLLM serves the group first that has waited longest.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from typing import Any, TypeVar
 from tidemill.config.rollout import RolloutConfig
 from tidemill.errors import EngineCrashedError, EngineError, EngineLostError, SyncError, TidemillError
 from tidemill.inference.engine_processes import cause_of_death, children, end_processes, resident_bytes
+from tidemill.inference.engine_request import EngineRequest, Sample, prompt_log_probs, sampling_options, settled
 from tidemill.inference.engine_settings import engine_environment, engine_settings
-from tidemill.inference.sample import Flight, Sample, prompt_log_probs, sampling_options, settled
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.task_group import task_group
@@ -39,8 +40,8 @@ __all__ = ["VllmEngine", "engine_environment"]
 CONTROL_TIMEOUT_S = 60.0
 ABORT_POLL_S = 0.01
 DEATH_POLL_S = 0.25
-# vLLM serves the smallest number first. Groups of one `Sampling.priority` are numbered as they come, and before all of
-# them goes the score that a publication waits for, else it would wait for everything that waits in the engine.
+# vLLM serves the smallest number first. Groups of one `Sampling.priority` are numbered as they come. The score that a
+# publication waits for comes before all groups, because it would wait for the whole queue of the engine otherwise.
 GROUPS = 1 << 40
 SCORE_PRIORITY = -(1 << 62)
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class VllmEngine:
         seed: of the sampler.
         weight_transport: `sync.transport`.
         keep_prefix_cache: `sync.keep_prefix_cache`.
+        control_timeout_s: for calls that vLLM answers at once.
     """
 
     def __init__(
@@ -67,16 +69,17 @@ class VllmEngine:
         weight_transport: str,
         *,
         keep_prefix_cache: bool = False,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         self._model_path, self._rollout, self._seed, self._transport = model_path, rollout, seed, weight_transport
-        self._keep_prefix_cache = keep_prefix_cache
+        self._keep_prefix_cache, self._control_timeout_s = keep_prefix_cache, control_timeout_s
         self._max_prompt_tokens = max_prompt_tokens
         self._llm: Any = None
         self._context = 0
         self._max_sequences = 0
         self._version = 0
         self._generated = 0
-        self._flights: dict[str, Flight] = {}
+        self._requests: dict[str, EngineRequest] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._open = asyncio.Event()
@@ -85,7 +88,7 @@ class VllmEngine:
         self._scores, self._arrivals = itertools.count(), itertools.count()
 
     async def start(self) -> None:
-        """Load the model; the weights it holds then are version 0.
+        """Load the model; its weights are version 0.
 
         Raises:
             EngineError: vLLM refuses the model or the settings, or is not ready within `rollout.start_timeout_s`.
@@ -118,18 +121,19 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from tidemill.inference.weight_loader import BACKEND
+        from tidemill.inference.weight_loader import BACKEND, WORKER_EXTENSION
 
         settings = engine_settings(
             self._model_path, self._rollout, self._max_prompt_tokens, current_platform.device_type
         )
         self._context, self._max_sequences = settings["max_model_len"], settings["max_num_seqs"]
-        # What comes from the object store is a file in memory by the time it is loaded.
+        # A version from the object store is a file in memory when the engine loads it.
         backend = {"shared_memory": BACKEND, "object_store": BACKEND}[self._transport]
-        transfer = WeightTransferConfig(backend=backend)
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=self._model_path, seed=self._seed, weight_transfer_config=transfer, **settings)
-        )
+        settings |= {
+            "weight_transfer_config": WeightTransferConfig(backend=backend),
+            "worker_extension_cls": WORKER_EXTENSION,
+        }
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=self._model_path, seed=self._seed, **settings))
 
     async def _label_first_version(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -138,22 +142,23 @@ class VllmEngine:
         await self._llm.update_weight_version(str(self._version))
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        """See `protocols.Engine.generate`. Cancelling the call aborts the request."""
+        """Sample, see `protocols.Engine.generate`. Cancelling the call aborts the request."""
         self._check_room(request_id, len(prompt_ids), sampling.max_tokens)
-        if request_id in self._flights:
+        if request_id in self._requests:
             raise EngineError(f"request {request_id} is in flight already")
-        place = sampling.priority * GROUPS + next(self._arrivals)
-        flight = Flight(request_id, prompt_ids.tolist(), sampling, place, [Sample() for _ in range(sampling.n)])
-        self._flights[request_id] = flight
+        priority = sampling.priority * GROUPS + next(self._arrivals)
+        samples = [Sample() for _ in range(sampling.n)]
+        request = EngineRequest(request_id, prompt_ids.tolist(), sampling, priority, samples)
+        self._requests[request_id] = request
         try:
-            await self._while_alive(self._fly(flight), f"request {request_id}")
+            await self._while_alive(self._generate(request), f"request {request_id}")
         finally:
-            del self._flights[request_id]
-        self._generated += sum(len(sample.token_ids) for sample in flight.samples)
-        return [sample.completion() for sample in flight.samples]
+            del self._requests[request_id]
+        self._generated += sum(len(sample.token_ids) for sample in samples)
+        return [sample.completion() for sample in samples]
 
     async def _while_alive(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Run `work`; the end of the engine makes it fail, since vLLM would leave it waiting for ever."""
+        """Run `work`; it fails when the engine ends, because vLLM would leave it waiting for ever."""
         caller, task = asyncio.current_task(), asyncio.create_task(work)
         self._tasks.add(task)
         try:
@@ -167,14 +172,14 @@ class VllmEngine:
             self._tasks.discard(task)
 
     async def _watch(self, llm: Any) -> None:
-        """Wait for the death of vLLM's core and end what waits for its answer."""
+        """Wait for the death of vLLM's core and cancel the calls that wait for its answer."""
         while not llm.errored:
             await asyncio.sleep(DEATH_POLL_S)
         for task in self._tasks:
             task.cancel()
 
     def _end(self, what: str) -> EngineLostError | None:
-        """Why nothing can be asked of the engine any more, or None while it lives."""
+        """Why the engine answers no call any more; None while it lives."""
         if self._llm is None:
             return EngineLostError(f"{what}: the engine is not running")
         if self._llm.errored:
@@ -182,27 +187,27 @@ class VllmEngine:
             return EngineCrashedError(f"{what}: the engine for {self._model_path} died: {cause_of_death(ended)}")
         return None
 
-    async def _fly(self, flight: Flight) -> None:
+    async def _generate(self, request: EngineRequest) -> None:
         """Request all samples; vLLM shares the prompt's KV among them as among those of one request with n > 1."""
         async with task_group() as group:
-            for index in range(flight.sampling.n):
-                group.create_task(self._sample(flight, index))
+            for index in range(request.sampling.n):
+                group.create_task(self._sample(request, index))
 
-    async def _sample(self, flight: Flight, index: int) -> None:
-        """Request what a sample lacks until it has ended; more than once only when updates end its request."""
-        sample, stop = flight.samples[index], flight.sampling.stop
+    async def _sample(self, request: EngineRequest, index: int) -> None:
+        """Submit a sample until it has ended; again only when an update has ended its request."""
+        sample, stop = request.samples[index], request.sampling.stop
         kept = partial(settled, stop=stop, decode=self._decode) if stop else len
         while sample.reason == "abort":
             await self._open.wait()
-            if flight.aborted:
+            if request.aborted:
                 return
-            request_id = f"{flight.request_id}/{index}"
-            flight.submitted.add(request_id)
+            request_id = f"{request.request_id}/{index}"
+            request.submitted.add(request_id)
             try:
-                options = sampling_options(flight.sampling, index, len(sample.token_ids))
-                output = await self._run(request_id, flight.prompt + sample.token_ids, options, flight.place)
+                options = sampling_options(request.sampling, index, len(sample.token_ids))
+                output = await self._run(request_id, request.prompt + sample.token_ids, options, request.priority)
             finally:
-                flight.submitted.discard(request_id)
+                request.submitted.discard(request_id)
             sample.extend(output.outputs[0], kept)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -210,7 +215,7 @@ class VllmEngine:
         return text
 
     async def _run(self, request_id: str, token_ids: list[int], options: Mapping[str, Any], priority: int) -> Any:
-        """Submit to vLLM and wait for the one output; the engine's errors become ours."""
+        """Submit to vLLM and wait for the one output; errors of vLLM become an `EngineError`."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
@@ -242,25 +247,24 @@ class VllmEngine:
     def _running(self, what: str) -> Any:
         end = self._end(what)
         if end is not None:
-            raise EngineLostError(str(end))  # before this call, which has no part in it
+            raise EngineLostError(str(end))  # not EngineCrashedError: the engine died before this call
         return self._llm
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See `protocols.Engine.abort`."""
-        flights = [self._flights[request_id] for request_id in request_ids if request_id in self._flights]
-        for flight in flights:
-            flight.aborted = True
+        requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        for request in requests:
+            request.aborted = True
         async with self._control("abort requests"):
-            # Asked again until it is done: a request on its way to vLLM is not known there yet.
-            while pending := [request_id for flight in flights for request_id in flight.submitted]:
+            # Repeated, because vLLM does not know a request yet that is on its way there.
+            while pending := [request_id for request in requests for request_id in request.submitted]:
                 await self._running("abort").abort(pending)
                 await asyncio.sleep(ABORT_POLL_S)
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        """See `protocols.Engine.update_weights`; updates that come at once are made one after the other.
+        """Load a version, see `protocols.Engine.update_weights`; concurrent updates take turns.
 
-        Bounded by `rollout.start_timeout_s`, and `group_timeout_s` where requests finish first. An engine of which it
-        is not known which version it holds samples nothing any more.
+        The deadline is `rollout.start_timeout_s`, plus `group_timeout_s` where requests finish first. An engine that
+        may hold tensors of two versions samples nothing any more.
 
         Raises:
             SyncError: the weights did not arrive whole.
@@ -272,9 +276,9 @@ class VllmEngine:
             await self._while_alive(self._update(self._running(what), update, mode, limit), what)
 
     async def _update(self, llm: Any, update: WeightUpdate, mode: PauseMode, limit: float) -> None:
-        # What arrives meanwhile waits here, not in vLLM: its cache salt must be that of the new version.
+        # Requests that arrive meanwhile wait here, not in vLLM: their cache salt must be that of the new version.
         self._open.clear()
-        whole = True  # one version or the other, and it is known which
+        resumable = True
         try:
             async with asyncio.timeout(limit):
                 if mode == "wait":
@@ -284,32 +288,46 @@ class VllmEngine:
                     await self._take_back(llm)
                 await self._load_weights(llm, update)
         except TimeoutError as error:
-            whole = False
+            resumable = False
             raise EngineLostError(f"the engine did not load version {update.version} within {limit:g} s") from error
         except Exception as error:
-            whole = not half_loaded(error)
-            raise SyncError(f"the engine could not load version {update.version}: {error}") from error
+            resumable = False  # also where the workers do not answer
+            resumable = await self._holds_old_version(llm)
+            fate = "" if resumable else "; the engine may hold tensors of two versions and does not go on"
+            raise SyncError(f"the engine could not load version {update.version}: {error}{fate}") from error
         finally:
-            if whole and self._end("resume") is None:
+            if resumable and self._end("resume") is None:
                 async with self._control("resume"):
                     await llm.resume_generation()
                 self._open.set()
 
+    async def _holds_old_version(self, llm: Any) -> bool:
+        """Whether all workers hold the version from before the update that failed.
+
+        Raises:
+            EngineLostError: they do not say so in time.
+        """
+        if self._end("status") is not None:
+            return False
+        async with self._control("tell the version of its weights"):
+            versions = await llm.collective_rpc("loaded_version")
+        return all(version == self._version for version in versions)
+
     async def _drain(self, llm: Any) -> None:
-        """Let what has a token finish. In a pause vLLM itself would not go on with what it set aside for want of KV."""
+        """Let requests with a token finish; in a pause vLLM would not continue those that it preempted."""
         await self._take_back(llm)
         while self._submitted():
             await asyncio.sleep(ABORT_POLL_S)
 
     async def _take_back(self, llm: Any) -> None:
-        """End the requests that have no token yet, to be submitted again with the cache salt of the new version."""
+        """End the requests without a token; they are submitted again with the cache salt of the new version."""
         while waiting := [name for name in self._submitted() if not has_token(llm.output_processor, name)]:
             await llm.abort(waiting)
             await asyncio.sleep(ABORT_POLL_S)
 
     def _submitted(self) -> list[str]:
-        """Requests that vLLM holds or is about to."""
-        return [request_id for flight in self._flights.values() for request_id in flight.submitted]
+        """Ids of the requests that vLLM holds or is about to hold."""
+        return [request_id for request in self._requests.values() for request_id in request.submitted]
 
     async def _load_weights(self, llm: Any, update: WeightUpdate) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -320,7 +338,7 @@ class VllmEngine:
         self._version = update.version
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
-        """See `protocols.Engine.score`. Asking for prompt log-probs makes vLLM compute the whole sequence."""
+        """Score, see `protocols.Engine.score`. Prompt log-probs make vLLM compute the whole sequence."""
         request_id = f"score-{next(self._scores)}"
         self._check_room(request_id, len(token_ids), 1)
         options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
@@ -333,13 +351,12 @@ class VllmEngine:
         return await self._while_alive(work(), request_id)
 
     async def version(self) -> int:
-        """See `protocols.Engine.version`."""
         self._running("version")
         return self._version
 
     async def stats(self) -> Mapping[str, float]:
-        """See `protocols.Engine.stats`; requests are samples here, and those beyond the engine's width wait."""
-        samples = sum(len(flight.samples) for flight in self._flights.values())
+        """Counts of samples, see `protocols.Engine.stats`; those beyond `max_num_seqs` wait."""
+        samples = sum(len(request.samples) for request in self._requests.values())
         return {
             "running": float(min(samples, self._max_sequences)),
             "waiting": float(max(0, samples - self._max_sequences)),
@@ -348,20 +365,20 @@ class VllmEngine:
         }
 
     async def shutdown(self) -> None:
-        """See `protocols.Engine.shutdown`; returns when no process is left."""
+        """End the engine; returns when no process is left."""
         llm, self._llm = self._llm, None
         self._open.clear()
         for task in (*self._tasks, *filter(None, [self._watcher])):
             task.cancel()
         if llm is not None:
             if llm.output_handler is not None:
-                # It would take the orderly end of the core for its death, and log it as an error.
+                # The handler would take this shutdown for the death of the core, and log an error.
                 llm.output_handler.cancel()
                 await asyncio.wait([llm.output_handler])
-            await asyncio.to_thread(llm.shutdown, CONTROL_TIMEOUT_S)
-            # vLLM closes its sockets and leaves their context open.
+            await asyncio.to_thread(llm.shutdown, self._control_timeout_s)
+            # vLLM closes its sockets but not their context.
             await asyncio.to_thread(llm.engine_core.resources.ctx.destroy, 0)
-            # AsyncLLM ends itself a second time when it is collected, and at the interpreter's exit that fails noisily.
+            # AsyncLLM shuts down again when it is collected; at the interpreter's exit that fails with a traceback.
             del llm
             gc.collect()
         await asyncio.to_thread(end_processes, self._children)
@@ -370,23 +387,17 @@ class VllmEngine:
     async def _control(self, what: str) -> AsyncIterator[None]:
         from vllm.exceptions import VLLMError
 
+        limit = self._control_timeout_s
         try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            async with asyncio.timeout(limit):
                 yield
         except VLLMError as error:
             raise EngineError(f"the engine could not {what}: {error}") from error
         except TimeoutError as error:
-            raise EngineLostError(f"the engine did not {what} within {CONTROL_TIMEOUT_S} s") from error
-
-
-def half_loaded(error: Exception) -> bool:
-    """Whether the load of a version broke off in the middle; vLLM passes on what an error says, not what it is."""
-    from tidemill.inference.weight_loader import HALF_LOADED
-
-    return HALF_LOADED in str(error)
+            raise EngineLostError(f"the engine did not {what} within {limit:g} s") from error
 
 
 def has_token(output_processor: Any, request_id: str) -> bool:
-    """Whether a request has an output yet; not so where vLLM does not know it, or not any more."""
+    """Whether a request has an output; False if vLLM does not know it."""
     numbers = output_processor.external_req_ids.get(request_id, ())
     return any(not output_processor.request_states[number].is_prefilling for number in numbers)

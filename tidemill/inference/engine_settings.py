@@ -86,7 +86,7 @@ def cpu_settings(rollout: RolloutConfig, context: int) -> dict[str, Any]:
         # generators of the CPU do not have, and the engine dies of it.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_STEP_TOKENS, context),
-        "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * GIB,
+        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gib * GIB),
     }
 
 

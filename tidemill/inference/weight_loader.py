@@ -29,7 +29,7 @@ from tidemill.weights.tensor_files import MappedWeights
 
 BACKEND = "tidemill_shared_memory"
 FALSE_ALARM = "%s: Failed to load weights"
-HALF_LOADED = "the engine now holds two versions and must not go on"
+WORKER_EXTENSION = f"{__name__}.WorkerExtension"
 logger = init_logger(__name__)
 
 
@@ -42,7 +42,7 @@ def register() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on."""
+    """No settings."""
 
 
 @dataclass
@@ -56,36 +56,40 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def without_false_alarms() -> Iterator[None]:
-    """Do not log that vLLM "failed to load weights" of a layer.
+    """Drop vLLM's warnings that it "failed to load weights" of a layer.
 
-    It says so at every version of layers that have none of their own, such as a table of rotary embeddings or a head
-    that is tied. A parameter that was given no weight is known by what the model says it loaded, see `repack_tied`.
+    It warns at every version about layers without weights of their own, such as a table of rotary embeddings or a tied
+    head. `repack_tied` finds the parameters that were really given no weight.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
-    def told(record: logging.LogRecord) -> bool:
+    def wanted(record: logging.LogRecord) -> bool:
         return record.msg != FALSE_ALARM
 
-    layerwise.logger.addFilter(told)
+    layerwise.logger.addFilter(wanted)
     try:
         yield
     finally:
-        layerwise.logger.removeFilter(told)
+        layerwise.logger.removeFilter(wanted)
 
 
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """Loads the weights of one version from a file, or none of them.
 
-    vLLM splits an update into start, update and finish, and takes the model apart at the start. Here all of it happens
-    within the update: the file is checked while the model is still whole, so that a wrong file changes nothing.
+    vLLM splits an update into start, update and finish, and takes the model apart at the start. Here everything happens
+    within the update: the file is checked before the model is taken apart, so that a wrong file changes nothing.
+
+    Attributes:
+        version: that the model holds; None after a load that broke off, when it holds tensors of two versions.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    version: int | None = 0
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        # A checkpoint and its engine are made of the same tensors: what the model was loaded from is what must come.
+        # An update must have exactly the tensors of the folder that the model was loaded from.
         tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         self.expected = folder_shapes(Path(self.model_config.model), tied)
         self.tied = tied
@@ -95,21 +99,21 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         """Nothing to connect to: every update names its file."""
 
     def start_weight_update(self) -> None:
-        """Nothing yet, see the class."""
+        """Nothing: `receive_weights` does everything."""
 
     def finish_weight_update(self) -> None:
-        """Nothing left, see the class."""
+        """Nothing: `receive_weights` has done everything."""
 
     def shutdown(self) -> None:
-        """Let go of the files."""
+        """Drop the mapped files."""
         self.files.kept.clear()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Check the file, then load it.
 
         Raises:
-            SyncError: the file is not there, has another size or other tensors, and the old weights are still in place;
-                or `HALF_LOADED`, as its text says.
+            SyncError: the file is missing, has another size or other tensors; the old weights are still in place.
+            Exception: of vLLM, when the load breaks off; `version` is None then.
         """
         started = time.monotonic()
         path = Path(update_info.path)
@@ -119,29 +123,18 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
                     {name: tuple(tensor.shape) for name, tensor in mapped.tensors.items()}, self.tied
                 )
                 check_same(given, self.expected, f"version {update_info.version} in {path}")
-                self.load_all(mapped.tensors)
+                self.version = None
+                self.load(mapped.tensors)
+                self.version = update_info.version
         except OSError as error:
             raise SyncError(f"cannot read the weights of version {update_info.version} from {path}: {error}") from error
         logger.debug("version %s loaded in %.3f s", update_info.version, time.monotonic() - started)
 
-    def load_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load, and say so where it breaks off in the middle.
-
-        Raises:
-            SyncError: `HALF_LOADED`.
-        """
-        try:
-            self.load(tensors)
-        except Exception as error:
-            raise SyncError(f"{error!r}; {HALF_LOADED}") from error
-
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Layer by layer: fresh parameters, vLLM's loaders, its post-processing, and back into the old storage.
+        """Load layer by layer: fresh parameters, vLLM's loaders, its post-processing, then into the old storage.
 
-        Nothing of the file is used afterwards: vLLM has copied all of it into storage of its own.
-
-        The detour is needed because vLLM packs weights for the kernels after loading; a plain copy into the
-        parameters would leave the packed ones as they were.
+        vLLM packs weights for its kernels after loading. A plain copy into the parameters would not change the packed
+        ones. The file is not used afterwards: vLLM has copied all of it.
         """
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -159,10 +152,10 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
             self.repack_tied(parameters, loaded)
 
     def repack_tied(self, parameters: Mapping[str, torch.nn.Parameter], loaded: set[str]) -> None:
-        """Pack the layers again that share their parameter with one that was loaded: a tied head.
+        """Pack the layers again that share their parameter with a loaded one: a tied head.
 
-        vLLM leaves them alone as "failed to load", and on the CPU the head has a packed copy of its own, which would go
-        on computing logits with the embedding of the first version.
+        vLLM skips them as "failed to load". On the CPU the head has a packed copy of its own, which would compute
+        logits with the embedding of the first version.
 
         Args:
             parameters: the model's, each under all its names.
@@ -178,3 +171,13 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         for name in missing:
             layer = self.model.get_submodule(name.rpartition(".")[0])
             layer.quant_method.process_weights_after_loading(layer)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, for `collective_rpc`."""
+
+    weight_transfer_engine: SharedMemoryTransfer
+
+    def loaded_version(self) -> int | None:
+        """See `SharedMemoryTransfer.version`."""
+        return self.weight_transfer_engine.version

@@ -1,4 +1,4 @@
-"""Samples while they are generated, possibly in several pieces."""
+"""A request of the engine, and its samples while they are generated, possibly in several pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sample:
     """Tokens, log-probs and version spans gathered so far.
 
     Attributes:
-        reason: why the last piece ended; "abort" before the first, since nothing is there yet.
+        reason: why the last piece ended; "abort" before the first one.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Sample:
 
         Args:
             output: of the request.
-            kept: how many of the tokens stay where an abort has cut them off; the others are sampled once more.
+            kept: how many of the tokens stay after an abort; the others are sampled again.
 
         Raises:
             EngineError: vLLM reports a failure, or does not say which version a token came from.
@@ -72,26 +72,26 @@ class Sample:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """A request that the engine answers for.
+class EngineRequest:
+    """A request to the engine, which vLLM gets as one request a sample.
 
     Attributes:
-        place: in the order in which vLLM serves; the smallest comes first.
-        aborted: the caller gave it up.
-        submitted: names of the requests that vLLM holds for it now, one a sample.
+        priority: vLLM serves the smallest first.
+        aborted: whether the caller has aborted it.
+        submitted: ids of the requests that vLLM holds for it now.
     """
 
     request_id: str
     prompt: list[int]
     sampling: Sampling
-    place: int
+    priority: int
     samples: list[Sample] = field(default_factory=list)
     aborted: bool = False
     submitted: set[str] = field(default_factory=set)
 
 
 def sampling_options(sampling: Sampling, index: int, position: int) -> dict[str, Any]:
-    """Arguments of `vllm.SamplingParams` for the sample `index` of a request, which stands at token `position`."""
+    """Arguments of `vllm.SamplingParams` for sample `index` of a request, from token `position` on."""
     return {
         "max_tokens": sampling.max_tokens - position,
         "temperature": sampling.temperature,
@@ -103,7 +103,7 @@ def sampling_options(sampling: Sampling, index: int, position: int) -> dict[str,
 
 
 def piece_seed(sampling: Sampling, index: int, position: int) -> int | None:
-    """Seed of the sample `index` that stands at token `position`.
+    """Seed of sample `index` from token `position` on.
 
     No two samples of any two groups, and no two pieces of a sample, share noise.
     """
@@ -113,10 +113,10 @@ def piece_seed(sampling: Sampling, index: int, position: int) -> int | None:
 
 
 def settled(token_ids: Sequence[int], *, stop: Sequence[str], decode: Decode) -> int:
-    """How many of the tokens, from the first, have a text that ends with a whole character and with no begun stop.
+    """How many of the first tokens have a text that ends neither within a character nor within a stop string.
 
-    vLLM looks for stop strings in the text of one request, so one that is cut in two would not be seen. After a cut
-    within a character the next request has the text of its prompt too, and would find the stop strings of that.
+    vLLM looks for stop strings in the text of one request, so it would miss one that is cut in two. After a cut within
+    a character the text of the next request includes its prompt, and vLLM would find stop strings in there.
 
     Args:
         token_ids: that were sampled before an abort.
@@ -128,23 +128,23 @@ def settled(token_ids: Sequence[int], *, stop: Sequence[str], decode: Decode) ->
     def text(count: int) -> str:
         return decode(token_ids[max(0, count - tail) : count])
 
-    count = whole(len(token_ids), text)
+    count = whole_characters(len(token_ids), text)
     while count and begins_stop(text(count), stop):
-        count = whole(count - 1, text)
+        count = whole_characters(count - 1, text)
     return count
 
 
-def whole(count: int, text: Callable[[int], str]) -> int:
+def whole_characters(count: int, text: Callable[[int], str]) -> int:
     """The same count or a little less, so that its text does not end within a character.
 
-    Where more than the bytes of one are missing, the model samples what is no text, and the count stays.
+    If more than the bytes of one character are missing, the model samples no valid text, and the count stays.
     """
     fewer = range(count, max(count - UTF8_BYTES, -1), -1)
     return next((n for n in fewer if not text(n).endswith(NO_CHARACTER)), count)
 
 
 def begins_stop(text: str, stop: Sequence[str]) -> bool:
-    """Whether a text ends with what a stop string begins with."""
+    """Whether a text ends with the beginning of a stop string."""
     return any(text.endswith(word[:n]) for word in stop for n in range(1, len(word)))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tidemill.errors import DataError, EngineError
-from tidemill.inference.sample import Sample, piece_seed, prompt_log_probs, sampling_options, settled
+from tidemill.inference.engine_request import Sample, piece_seed, prompt_log_probs, sampling_options, settled
 from tidemill.protocols import Sampling
 from tidemill.records import VersionSpan
 
