@@ -4,22 +4,22 @@ TidemillError
 ├── ConfigError      a setting or an input file is wrong; the user can fix it before anything starts
 ├── DataError        a prompt source cannot be read
 ├── ModelError       a model cannot be found, loaded or converted
-├── RewardError      a reward function cannot be imported or breaks its contract
+├── RewardError      a reward function cannot be imported, or returns something that is not a reward
 │   └── RewardTimeoutError   a reward function did not return in time
 ├── EngineError      a generation engine failed or did not answer in time
-│   └── EngineLostError      its process died or is stuck: another engine has to take its place
-│       └── EngineCrashedError   it died of itself under a request, not with its machine
-├── SyncError        weights did not arrive whole at an engine
-│   └── ChainError   what the object store has of a version is damaged or incomplete
-├── StoreError       the object store cannot be reached or holds something broken
-│   ├── StoreRefusedError    it does not accept our keys
-│   ├── StoreMissingError    it has no such object
-│   └── StoreGapError        a part of what was written one after the other is missing
+│   └── EngineLostError      its process died or is stuck; another engine must replace it
+│       └── EngineCrashedError   it died during a request, and its machine did not
+├── SyncError        an engine did not receive complete weights
+│   └── ChainError   a version in the object store is damaged or incomplete
+├── StoreError       the object store cannot be reached or holds a damaged object
+│   ├── StoreRefusedError    it does not accept the keys
+│   ├── StoreMissingError    the object does not exist
+│   └── StoreGapError        a part of a sequence of objects is missing
 ├── CheckpointError  a checkpoint is missing, incomplete or does not fit this run
-├── ClusterError     a Kubernetes cluster refuses the run, lacks what it needs, or took it away
-└── RunError         a run cannot go on: an actor died or made no progress in time
+├── ClusterError     a Kubernetes cluster refuses the run, lacks what it needs, or deleted it
+└── RunError         a run cannot continue: an actor died or made no progress in time
 
-All of them survive pickling, because they cross Ray's process boundary.
+All of them can be pickled, because they cross Ray's process boundary.
 """
 
 from __future__ import annotations
@@ -68,38 +68,38 @@ class EngineError(TidemillError, RuntimeError):
 
 
 class EngineLostError(EngineError):
-    """An engine's process died or is stuck; what it was asked for has to be asked of another engine."""
+    """An engine's process died or is stuck; its requests must go to another engine."""
 
 
 class EngineCrashedError(EngineLostError):
-    """An engine died under a request, while the process around it and its machine live on."""
+    """An engine died during a request, while the process around it and its machine did not."""
 
 
 class SyncError(TidemillError, RuntimeError):
-    """New weights did not arrive whole at an engine, or the engine computes something else with them."""
+    """An engine did not receive complete weights, or computes other log-probs with them than the trainer."""
 
 
 class ChainError(SyncError):
-    """What the object store has of a version, or of those it builds upon, is damaged or incomplete."""
+    """A version in the object store, or one that it is based on, is damaged or incomplete."""
 
 
 class StoreError(TidemillError, OSError):
-    """The object store cannot be reached, refuses us, or holds something broken."""
+    """The object store cannot be reached, refuses a request, or holds a damaged object."""
 
 
 class StoreRefusedError(StoreError):
-    """The object store does not accept our keys, or they may not do what we ask; another try would end the same."""
+    """The object store does not accept the keys, or they lack a permission; another attempt would fail as well."""
 
 
 class StoreMissingError(StoreError):
-    """The object store answers, and does not have the object."""
+    """The object does not exist in the store."""
 
 
 class StoreGapError(StoreError):
-    """A part of what was written one after the other is missing, and what comes after it is there."""
+    """A part of a sequence of objects is missing, while later parts exist."""
 
     def __init__(self, message: str, end: int = 0) -> None:
-        """Args: message: for the user; end: offset of the first byte behind the gap."""
+        """Args: message: for the user; end: offset of the first byte after the gap."""
         self.end = end
         super().__init__(message)
 
@@ -112,15 +112,15 @@ class CheckpointError(TidemillError, RuntimeError):
 
 
 class ClusterError(TidemillError, RuntimeError):
-    """A Kubernetes cluster refuses the run, lacks what it needs, or took it away; another try would end the same."""
+    """A Kubernetes cluster refuses the run, lacks what it needs, or deleted it; another attempt would fail as well."""
 
 
 class RunError(TidemillError, RuntimeError):
-    """A run cannot go on; the cause is chained or quoted in the message."""
+    """A run cannot continue; the cause is chained or quoted in the message."""
 
 
 def in_yaml(value: object) -> str:
-    """A value as it would stand in a run file, in one line; texts in quotes, so that one sees where they end."""
+    """A value as in a run file, on one line; texts in quotes, so that their end is visible."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -138,7 +138,7 @@ def in_yaml(value: object) -> str:
 
 
 def number_in_yaml(value: float) -> str:
-    """A number with the dot without which YAML takes 1e-06 for a text."""
+    """A number, with the dot that YAML needs: it reads 1e-06 as text."""
     if not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     text = repr(value)
@@ -146,7 +146,7 @@ def number_in_yaml(value: float) -> str:
 
 
 def key_in_yaml(key: object) -> str:
-    """A key of a mapping, with quotes only where it needs some."""
+    """A key of a mapping, in quotes only where needed."""
     return key if isinstance(key, str) and PLAIN.fullmatch(key) else in_yaml(key)
 
 
@@ -154,5 +154,5 @@ RETRYABLE = (RunError, EngineError, StoreError)
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether another try may succeed; most errors would only come again."""
+    """Whether another attempt may succeed; most errors would only occur again."""
     return isinstance(error, RETRYABLE) and not isinstance(error, StoreRefusedError)

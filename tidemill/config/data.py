@@ -14,23 +14,23 @@ class DataConfig(Section):
 
     train: Text
     """Prompts to train on: a `.jsonl` or `.parquet` file (relative to the config file, or `s3://BUCKET/KEY` at
-    `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two take options, of
+    `store.endpoint`), `hf://DATASET:SPLIT`, or `reasoning_gym://TASK`. The last two accept the options of
     `datasets.load_dataset` and of `reasoning_gym.create_dataset`: `hf://openai/gsm8k:train?name=main`,
     `reasoning_gym://TASK?seed=2&size=50`."""
     held_out: Text | None = None
-    """Prompts that are never trained, in the same forms; they score the policy before, during and after."""
+    """Prompts for evaluation only, in the same forms; they score the policy before, during and after training."""
     prompt_key: Text = "prompt"
     """Column of the question: a string, or a list of chat messages with `role` and `content`."""
     answer_key: Text = "answer"
-    """Column of the reference answer, or `a.b` for a value in the mappings of column `a`; may be absent from the data.
-    All other columns reach the rewards too."""
+    """Column of the reference answer, or `a.b` for a value in the mappings of column `a`; the data may lack it.
+    Rewards also get all other columns."""
     system_prompt: str | None = None
     """System message before a string prompt; null leaves it to the model's chat template."""
     max_prompt_tokens: Positive = 1024
-    """A longer prompt is skipped, counted and reported, never cut. With `rollout.max_new_tokens` it is the context
-    that an engine reserves memory for."""
+    """A longer prompt is skipped, counted and reported, never cut. Together with `rollout.max_new_tokens` this is the
+    context length that an engine reserves memory for."""
     shuffle: bool = True
-    """Draw a new order of the rows every epoch, from `seed`."""
+    """Shuffle the rows in every epoch, from `seed`."""
     epochs: Positive | None = None
     """Passes over the data; null repeats them until `trainer.steps` is reached."""
 
@@ -45,7 +45,7 @@ class RewardConfig(Section):
     weight: Number = 1.0
     """Factor in the sum."""
     timeout_s: Seconds = 10.0
-    """For all responses of a group together, which one process scores one after the other. What takes longer is killed
-    with its process and counted; the group is tried again."""
+    """Deadline for all responses of a group together, which one process scores one after the other. A call that takes
+    longer is killed with its process and counted; the group is tried again."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to every call."""

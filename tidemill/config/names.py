@@ -1,6 +1,6 @@
-"""How the objects of a run are called in a cluster, and what they are labelled with.
+"""The names, labels and annotations of a run's Kubernetes objects, and its custom Ray resources.
 
-Names follow from the run, so that whoever comes again, after a restart for example, finds what there is.
+Names follow from the run's name, so that a restarted step finds the objects that exist.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ RUN_LABEL = "tidemill.dev/run"
 ATTEMPT_LABEL = "tidemill.dev/attempt"
 KFP_RUN_LABEL = "tidemill.dev/kfp-run"
 HEARTBEAT = "tidemill.dev/heartbeat"
-"""Annotation of a RayJob: when its watcher last looked, in seconds since 1970."""
+"""Annotation of a RayJob: the time of its watcher's last poll, in seconds since 1970."""
 STOP = "tidemill.dev/stop"
-"""Annotation of a RayJob: why it is to end after a checkpoint."""
+"""Annotation of a RayJob: the reason to end it after a checkpoint."""
 API_SERVER_LABEL = "tidemill.dev/api-server"
-"""Label of pods that the network policies of k8s/ let reach the API server."""
+"""Label of pods that the network policies in k8s/ allow to reach the API server."""
 LONGEST = 47
-"""Characters of a RayJob's name: KubeRay makes longer ones from it."""
+"""Largest number of characters in a RayJob's name: KubeRay derives longer names from it."""
 DIGEST = 8
 
 # Custom Ray resources by which actors find their pods.
@@ -31,9 +31,9 @@ SERVICE_RESOURCE = "tidemill_service"
 
 
 def job_name(run: str, attempt: int) -> str:
-    """Name of the RayJob of an attempt, counted from 1: `RUN-aN`, a long run's name shortened.
+    """Name of the RayJob of an attempt, counted from 1: `RUN-aN`, with a long run name shortened.
 
-    A DNS-1035 label begins with a letter, which a run's name need not.
+    It is a DNS-1035 label, which begins with a letter; a run's name may begin with a digit.
     """
     suffix = f"-a{attempt}"
     base = run if re.match(r"[a-z]", run) else f"run-{run}"
@@ -44,11 +44,11 @@ def job_name(run: str, attempt: int) -> str:
 
 
 def selector(run: str | None = None) -> str:
-    """Label selector of the objects of one run, or of all; a name that is empty, such as of a variable, is no run's."""
+    """Label selector of the objects of one run, or of all runs; an empty name selects none."""
     return f"{PART_OF}={TIDEMILL}" + ("" if run is None else f",{RUN_LABEL}={run}")
 
 
 def attempt_of(labels: Mapping[str, str]) -> int:
-    """Number of the attempt that an object belongs to; 0 where its labels name none."""
+    """Number of the attempt that an object belongs to; 0 if its labels name none."""
     number = labels.get(ATTEMPT_LABEL, "")
     return int(number) if number.isdecimal() else 0

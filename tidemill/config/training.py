@@ -29,19 +29,19 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token", "sequence"] = "token"
     """Average over all response tokens of the optimizer step, or first over each sequence."""
     old_log_prob: OldLogProb = "rollout"
-    """What the ratio in the loss is taken to: `rollout`, the engine's log-probs at sampling; `version_start`, those of
-    the parameters that the present version began with (verl's MIS); `decoupled`, those of the proximal policy, and the
+    """Denominator of the ratio in the loss: `rollout`, the engine's log-probs at sampling; `version_start`, those of
+    the parameters at the start of the current version (verl's MIS); `decoupled`, those of the proximal policy, and the
     loss is weighted by proximal over sampling probability (Fu et al. 2025, arXiv:2505.24298, equation 5)."""
     proximal: Literal["exact", "loglinear"] = "exact"
-    """Log-probs of the proximal policy of `old_log_prob: decoupled`: `exact`, by a forward pass of the parameters that
-    the version began with; `loglinear`, between those at sampling and the present ones, by the token's version
-    (Li et al. 2025, arXiv:2512.06547), without that pass and without a second copy of the parameters."""
+    """Log-probs of the proximal policy of `old_log_prob: decoupled`: `exact`, by a forward pass of the parameters at
+    the start of the version; `loglinear`, interpolated between those at sampling and the current ones by the token's
+    version (Li et al. 2025, arXiv:2512.06547), without that pass and without a second copy of the parameters."""
     behaviour_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
-    """Largest weight of a token with `old_log_prob: decoupled`; above it is truncated. Null leaves it as it is."""
+    """Largest weight of a token with `old_log_prob: decoupled`; larger ones are truncated to it. Null sets no limit."""
 
     @property
     def keeps_version_start(self) -> bool:
-        """Whether the parameters that a version began with are asked for after its first step."""
+        """Whether steps after the first of a version need the parameters at its start."""
         return self.old_log_prob != "rollout" and self.proximal == "exact"
 
 
@@ -49,14 +49,14 @@ class TrainerConfig(Section):
     """The optimizer and its steps."""
 
     steps: Positive
-    """Steps of the whole run, each of `asynchrony.require_batches` optimizer steps; may be left out where
+    """Steps of the whole run, each of `asynchrony.require_batches` optimizer steps; may be left out if
     `rollout.total_rollout_steps` is given."""
     ppo_mini_batch_size: Positive = 16
     """Groups (prompts) per mini-batch, that is per optimizer step."""
     ranks: Positive = 1
-    """Trainer processes. Several share out the rows of a step, and each keeps its part of every parameter (FSDP)."""
+    """Trainer processes. Several split the rows of a step, and each holds its shard of every parameter (FSDP)."""
     micro_batch_tokens: Positive = 4096
-    """Tokens of packed groups in one forward pass; a longer group goes alone."""
+    """Tokens of packed groups in one forward pass; a longer group has a pass of its own."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: Count = 0
@@ -66,10 +66,10 @@ class TrainerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Gradients are clipped to this global norm."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute precision over fp32 master weights; auto takes bfloat16 where the processor computes in it."""
+    """Compute precision over fp32 master weights; auto is bfloat16 where the processor computes in it."""
     threads: Positive | None = None
-    """Intra-op threads of a trainer rank on the CPU; null takes all cores."""
+    """Intra-op threads of a trainer rank on the CPU; null uses all cores."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     get_timeout_s: Seconds = 1800.0
-    """The trainer gives up when no full batch arrived by then, naming what is in flight."""
+    """The run fails, naming what is in flight, if no full batch arrives within this time."""
