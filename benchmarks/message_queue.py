@@ -1,14 +1,13 @@
 """Throughput, latency, memory and losses of the message queue, beside the `MessageQueue` actor of verl.
 
-Both pass the same bytes from so many producers to one consumer: as many groups as the queue holds, so that neither
-waits for room. A producer puts one group and waits until the queue has it, as the rollouter does. The consumer reads
-every byte. Ours leases the groups of an optimizer step at once, as the trainer does, and
-acknowledges them; verl's client has one call a group at either end. What its rollouter asks the queue besides, before
-every group, is left out. verl runs in an environment of its own (`make bench-peers`) and in a Ray of its own; the two
-take turns.
+Both pass the same bytes from several producers to one consumer: as many groups as the queue holds, so that no
+producer waits for room. A producer puts one group and waits until the queue has it, as the rollouter does. The
+consumer reads every byte. Ours leases the groups of an optimizer step at once, as the trainer does, and acknowledges
+them; verl's client makes one call a group at either end. Its rollouter's other calls to the queue are left out. verl
+runs in its own environment (`make bench-peers`) and its own Ray; the passes of the two alternate.
 
-Encoding is measured apart: a group as one safetensors blob, beside cloudpickle of the same group, which is how verl
-packs its samples.
+Encoding is measured separately: a group as one safetensors blob, beside cloudpickle of the same group, as verl packs
+its samples.
 
     python benchmarks/message_queue.py [--sizes 1000 265000] [--producers 1 16] [--repeats 3] [--json rows.json]
 """
@@ -59,7 +58,7 @@ class Verl:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def ask(self, method: str, load: Load) -> dict[str, Any]:
+    def request(self, method: str, load: Load) -> dict[str, Any]:
         self.process.stdin.write(json.dumps({"method": method, **asdict(load)}) + "\n")
         self.process.stdin.flush()
         return self.answer()
@@ -72,7 +71,7 @@ def start_verl(python: Path) -> Iterator[Verl]:
     command = [str(python), "-m", "transfer.verl"]
     with subprocess.Popen(command, cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Verl(process)
-        process.stdin.close()  # it ends by itself
+        process.stdin.close()  # the process then ends
 
 
 async def put(queue: RemoteQueue, payload: bytes, timeout_s: float = DEADLINE_S) -> None:
@@ -91,7 +90,7 @@ async def take(queue: RemoteQueue, count: int) -> list[int]:
 
 async def start(load: Load) -> RemoteQueue:
     queue = start_queue(load.capacity, 1, "block")
-    await queue.stats()  # it is up
+    await queue.stats()  # waits until it has started
     return queue
 
 
@@ -101,7 +100,7 @@ async def pass_ours(load: Load) -> Timing:
 
 
 async def fill_ours(load: Load) -> dict[str, int]:
-    """Nobody takes: how many groups were refused, how many are there afterwards, and what memory they hold."""
+    """Fill the queue without a consumer: groups kept, groups refused, and the memory that they hold."""
     queue = await start(load)
     payloads, before = load.payloads(), memory_bytes()
     puts = (put(queue, payload, FULL_DEADLINE_S) for payload in payloads)
@@ -122,13 +121,13 @@ def size_name(nbytes: int) -> str:
 
 
 def passes(verl: Verl, nbytes: int, producers: int, repeats: int) -> list[Row]:
-    """Take turns, and compare medians over the passes; percentiles are of one pass."""
+    """Alternate passes, and compare their medians; percentiles are of one pass."""
     groups = int(min(512, max(48, BYTES_IN_A_PASS / nbytes)))
     load = Load(nbytes, groups, producers, capacity=groups)
     ours, other = [], []
     for _ in range(repeats):
         ours.append(asyncio.run(pass_ours(load)))
-        other.append(Timing(**verl.ask("transfer", load)))
+        other.append(Timing(**verl.request("transfer", load)))
 
     def median(timings: list[Timing], value: Callable[[Timing], float]) -> float:
         return statistics.median(map(value, timings))
@@ -142,13 +141,13 @@ def passes(verl: Verl, nbytes: int, producers: int, repeats: int) -> list[Row]:
 
 
 def full(verl: Verl) -> Iterator[Row]:
-    """Memory of a full queue, and what an overfull one loses."""
+    """Memory of a full queue, and losses of an overfull one."""
     load = Load(nbytes=265_000, groups=256, producers=256, capacity=256)
-    ours, other = asyncio.run(fill_ours(load)), verl.ask("fill", load)
+    ours, other = asyncio.run(fill_ours(load)), verl.request("fill", load)
     payload = load.groups * load.nbytes
     yield row("memory of 256 queued groups of 265 kB", "of payload", ours["held"] / payload, other["held"] / payload)
     crowd = Load(nbytes=1000, groups=80, producers=80, capacity=64)
-    sides = (asyncio.run(fill_ours(crowd)), verl.ask("fill", crowd))
+    sides = (asyncio.run(fill_ours(crowd)), verl.request("fill", crowd))
     lost = (crowd.groups - side["kept"] - side["refused"] for side in sides)
     yield row("80 groups into a queue of 64: lost", "groups", *lost)
 

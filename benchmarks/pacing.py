@@ -1,35 +1,34 @@
 """Pacing: how close a run comes to its bound, under a virtual clock and with heavy-tailed generation times.
 
-Ours is the real Rollouter with its StalenessPolicy, Ledger and MessageQueue. The others are their published rules in a
-rollouter of a few lines: verl's count of samples between two syncs, AReaL's capacity with batches by age, and dropping
-on read what is too old. Engines and trainer are the same for all: every prompt has a generation time of its own, which
-a second attempt does not change; a slot is never slowed down by its neighbours; an optimizer step takes a constant
-time, and every `--trigger` steps a sync begins a version. It holds up the trainer for `--export` seconds and then the
-engines for `--pause` seconds, while the trainer goes on.
+"Ours" is the real Rollouter with its StalenessPolicy, Ledger and MessageQueue. The other systems are their published
+rules in a short rollouter: verl's count of samples between two syncs, AReaL's capacity with batches by age, and
+dropping groups that are too old when they are read. Engines and trainer are the same for all: every prompt has its
+own generation time, also at a second attempt; slots do not slow each other down; an optimizer step takes a constant
+time, and every `--trigger` steps a sync begins a version. A sync stops the trainer for `--export` seconds and then
+the engines for `--pause` seconds, while the trainer continues.
 
-Ours runs with the strategy that is the default, and with `mask`, which trains groups that were overtaken without the
-tokens that are too old. These count as generated in vain, and not as trained, on both sides.
+Ours runs with the default strategy, and with `mask`, which trains overtaken groups without the tokens that are too
+old. These tokens count as wasted, and not as trained.
 
-The bound is the throughput of the slower side, generation or training, as if it never waited for the other and nothing
-was thrown away. Age, waste and idle are explained at `Outcome`. Each of the others runs with a grid of settings, and
-is shown with the fastest one whose trained groups were all within the maximum age that ours is set to: drop-on-read
-holds it by force as ours does, verl and AReaL have no such limit, so that theirs is what the simulation observes.
+The bound is the throughput of the slower side, generation or training, if it never waited and nothing was wasted.
+`Outcome` defines age, waste and idle. Each other system runs with a grid of settings; the table shows its fastest
+setting whose trained groups were all within ours' maximum age. Drop-on-read enforces the maximum age, as ours does;
+verl and AReaL do not, so theirs is the observed one.
 
-A group occupies its slot for the time of its longest response. With `--scatter` the others are shorter, which decides
-what of a group is old; without, all are equally long.
+A group occupies its slot for the time of its longest response. With `--scatter` the other responses are shorter, which
+decides which tokens of a group are old; without, all are equally long.
 
-With several epochs every prompt comes again, as far from its first time as `--noise` says, and all rules see the same
+With several epochs every prompt repeats, with a generation time that varies by `--noise`, and all rules get the same
 occurrences. Ours then remembers how long prompts took; "no memory" is ours on the same generation times, but with data
-in which no prompt comes twice. The first epoch, in which nothing is known, counts.
+that repeats no prompt. The first epoch, without any memory, counts.
 
-With `--sync-every` below `--trigger` versions are shorter, and the maximum age is as many more of them as leaves the
-largest lag, in optimizer steps, the same: tokens of `(age + 1) * trigger` steps are trained, and no older ones. All
-rules get the shorter versions.
+With `--sync-every` below `--trigger` versions are shorter, and the maximum age is increased so that the largest lag in
+optimizer steps stays the same: tokens of `(age + 1) * trigger` steps are trained, and no older ones. All rules get the
+shorter versions.
 
-The clairvoyant is no rule that could be built: it knows how long each prompt will take before it starts, and begins
-the long ones early in a version. What it reaches at the same maximum age is what scheduling alone can reach. The limit
-without knowledge is what the best rule can reach that learns how long a group takes only by generating it whole;
-`simulation.limit` computes it.
+The clairvoyant cannot be built: it knows how long each prompt will take, and begins the long ones early in a version.
+It shows what scheduling alone can reach at the same maximum age. The limit without knowledge is the throughput of the
+best rule that learns how long a group takes only by generating it; `simulation.limit` computes it.
 
 Results beyond docs/performance.md, with the arguments that reproduce them:
 
@@ -41,13 +40,13 @@ Results beyond docs/performance.md, with the arguments that reproduce them:
 - `--scatter 0.3`: short responses of a late group are too old as a whole, and `mask` reaches 95.9 to 97.8 %.
 - `--epochs 5 --ages 1 --longest 1.5 --seeds 6` (1024 prompts, `--noise 0.3`): `pace` 97.9 % or more, without memory
   92.3 % or more; with `--noise 0.5` 96 %, with `--epochs 2` 95 to 96 %.
-- `--ages 1 --longest 3`: some prompts never fit a maximum age of 1. `pace` sets them aside after
-  `rollout.max_attempts` and has 93 % after 20 versions and 87 % after 60; `mask` sets none aside and has 92 to 99 %.
-- Rules without knowledge that bring less than a point or cost throughput: cancel at the last batch of a version
-  (+0.6); begin groups of the last 5 % of a version anew (+0.9); let the trainer wait for slow groups (-2 to +0.2);
+- `--ages 1 --longest 3`: some prompts never fit a maximum age of 1. `pace` quarantines them after
+  `rollout.max_attempts` and has 93 % after 20 versions and 87 % after 60; `mask` quarantines none and has 92 to 99 %.
+- Rules without knowledge that gain less than a point or cost throughput: cancel at the last batch of a version
+  (+0.6); restart groups of the last 5 % of a version (+0.9); let the trainer wait for slow groups (-2 to +0.2);
   `staleness_strategy: wait` (71 to 78 % of the bound); one sample of a late group first (-2.2 to +3.0 points, and
   short samples are favoured).
-- Without the queue's order by oldest version, 27 % of the tokens are generated in vain instead of none (lognormal,
+- Without the queue's order by oldest version, 27 % of the tokens are wasted instead of none (lognormal,
   longest 1.5, age 1, training slower, seed 0).
 
     python benchmarks/pacing.py [--ages 1 2] [--longest 0.75 1.5] [--epochs 1 5] [--sync-every 4] [--json rows.json]
@@ -84,15 +83,15 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rule achieved after the warm-up.
+    """The result of a rule after the warm-up.
 
     Attributes:
         setting: of the rule.
-        share: throughput over the bound, in tokens that are trained.
+        share: throughput over the bound, in trained tokens.
         age, max_age: mean and largest age of a trained group, in versions.
-        waste: tokens that were generated and will not be trained, of all generated.
+        waste: share of generated tokens that will not be trained.
         trainer_idle: share of time in which the trainer waited for groups.
-        engines_idle: share of slots that were empty or stood still, over time.
+        engines_idle: share of slot time without generation.
     """
 
     setting: str
@@ -111,9 +110,9 @@ async def train(world: World, system: System) -> None:
     """The trainer's loop, as `train.trainer.Trainer` has it."""
     scenario, adoption = world.scenario, None
     for step in range(scenario.versions * scenario.trigger):
-        asked = now()
+        began = now()
         batch = await system.take(scenario.batch)
-        world.waited_s += now() - asked
+        world.waited_s += now() - began
         world.learn(batch)
         await asyncio.sleep(scenario.step_s)
         await system.trained(batch)
@@ -132,7 +131,7 @@ async def train(world: World, system: System) -> None:
 
 
 async def adopt(world: World, system: System) -> None:
-    """The engines stand still, and go on with the newest version."""
+    """The engines stop, and continue with the newest version."""
     await asyncio.sleep(world.scenario.pause_s)
     await system.begin_version(world.version)
 
@@ -171,7 +170,7 @@ def run(scenario: Scenario, seeds: int, make: Callable[[World], System], setting
 
 
 def grids(scenario: Scenario, max_age: int) -> dict[str, list[Rule]]:
-    """The settings that each of the others may choose from."""
+    """The settings of each other system."""
     thresholds = {0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, *range(4, max_age + 1)}
     rooms = {0.5, 1.0, 1.5, 2.0, 3.0, *range(4, max_age + 2)}
     a_batch = 1 / scenario.trigger  # of a version; the least that a queue must hold
@@ -183,7 +182,7 @@ def grids(scenario: Scenario, max_age: int) -> dict[str, list[Rule]]:
 
 
 def best(scenario: Scenario, seeds: int, rules: Sequence[Rule], max_age: int) -> Outcome:
-    """The fastest setting within the maximum age, of equal ones the first; no setting breaks it at 0."""
+    """The fastest setting within the maximum age, the first of equal ones; at 0 every setting is within it."""
     outcomes = [run(scenario, seeds, partial(Other, rule=rule), rule.setting) for rule in rules]
     return max((o for o in outcomes if o.max_age <= max_age), key=lambda o: round(o.share, 4))
 
@@ -204,7 +203,7 @@ def measure(scenario: Scenario, seeds: int, max_age: int) -> dict[str, Outcome]:
 
 
 def rows(case: str, outcomes: dict[str, Outcome], unknowing: float) -> Iterator[Row]:
-    """Ours beside the bound and the limit, and beside each of the others in everything that was measured."""
+    """Ours beside the bound, beside the limit, and beside each other system in every measurement."""
     ours = outcomes["ours"]
     yield row(f"{case}: throughput beside the bound", "of the bound", ours.share, 1.0)
     yield row(f"{case}: throughput beside the limit without knowledge", "of the bound", ours.share, unknowing)
@@ -217,9 +216,9 @@ def rows(case: str, outcomes: dict[str, Outcome], unknowing: float) -> Iterator[
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, Scenario, int]]:
-    """What is asked for: its name, what is simulated, and the maximum age in its versions."""
-    asked = itertools.product(args.epochs, args.tails, args.longest, args.ages, BALANCES, args.sync_every)
-    for epochs, tail, longest, age, balance, steps in asked:
+    """The requested cases: name, scenario, and maximum age in its versions."""
+    requested = itertools.product(args.epochs, args.tails, args.longest, args.ages, BALANCES, args.sync_every)
+    for epochs, tail, longest, age, balance, steps in requested:
         more = args.trigger // steps  # versions for one of `trigger` steps
         max_age = (age + 1) * more - 1
         sizes = (args.batch, steps, args.engines, args.versions * more)

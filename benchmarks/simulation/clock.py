@@ -1,4 +1,4 @@
-"""Virtual time for asyncio: hours pass as fast as the events in them are handled."""
+"""Virtual time for asyncio: the clock jumps from event to event."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import selectors
 
 
 class VirtualSelector(selectors.SelectSelector):
-    """Passes the time that the loop would wait."""
+    """Advances the clock instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -15,13 +15,13 @@ class VirtualSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("every task waits for another: the simulated run is stuck")
+            raise RuntimeError("the simulated run is stuck: no timer is left and every task waits for another")
         self.now += timeout
         return super().select(0)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock moves only when nothing is left to do; deterministic."""
+    """An event loop whose clock advances only when no task is ready; deterministic."""
 
     def __init__(self) -> None:
         self.virtual = VirtualSelector()

@@ -1,17 +1,17 @@
-"""The limit of what pacing can reach without knowing how long a prompt will take. Pure arithmetic, a linear program.
+"""The best throughput of any pacing rule that does not know generation times in advance: a linear program.
 
-One slot of an engine passes through the phases of a version again and again. Whenever it is free it begins a prompt,
-either one that was never begun or one that was cancelled before, of which is known how long it took at least. It
-chooses how long it lets that prompt run; what has not ended by then is cancelled and must come back. A prompt that
-begins at phase f (in versions) may run until the trainer takes the last batch of the last version that may train it,
-for max_age + 1 - f - r, with r the time of an optimizer step.
+One slot of an engine passes through the phases of a version repeatedly. A free slot begins a prompt: a new one, or
+one that was cancelled before, with a known minimum duration. The rule chooses how long the prompt may run; a prompt
+that has not ended by then is cancelled and must be begun again. A prompt that begins at phase f (in versions) may run
+until the trainer takes the last batch of the last version that may train it: for max_age + 1 - f - r, with r the time
+of an optimizer step.
 
-Rates at which a slot begins prompts, by phase, by the time that is known and by the time that it lets them run, are the
-variables (the occupancy measure of an average-reward semi-Markov decision process; Puterman 1994, chapter 11). They
-balance the phases that are left against those that are reached, and what is cancelled against what comes back, and
-maximise the share of time in prompts that end. How slots share prompts, queue and trainer is left out, so that no rule
-of this kind is better in the long run, as far as all versions last equally long. They last longer where less is
-reached; that is solved by iteration.
+The variables are the rates at which a slot begins prompts, by phase, known minimum duration and permitted duration
+(the occupancy measure of an average-reward semi-Markov decision process; Puterman 1994, chapter 11). The constraints
+balance the phases left and reached, and the prompts cancelled and begun again. The objective is the share of time in
+prompts that end. The model ignores that slots share prompts, queue and trainer, so no rule of this kind is better in
+the long run if all versions last equally long. The duration of a version depends on the throughput; iteration solves
+that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def most_useful(ends: FloatArray, latest: int) -> float:
 
     Args:
         ends: `[K + 1]` share of prompts that take 0, 1, ... K bins.
-        latest: bins from the beginning of a version until all that began in it must have ended.
+        latest: bins from the beginning of a version until all prompts begun in it must have ended.
     """
     longest = len(ends) - 1
     if longest <= latest - BINS:
@@ -69,25 +69,25 @@ def most_useful(ends: FloatArray, latest: int) -> float:
 
 
 def choices(ends: FloatArray, latest: int) -> Iterator[Column]:
-    """What a slot can do: its flow between phases, cancelled prompts and time, and its useful time.
+    """The choices of a slot: flow between phases, cancelled prompts and time; and the useful time.
 
-    Rows are the `BINS` phases, prompts that are known to take more than 1, ... K - 1 bins, and time.
+    Rows are the `BINS` phases, prompts known to take more than 1, ... K - 1 bins, and time.
     """
     longest = len(ends) - 1
     for phase in range(BINS):
-        yield {phase: 1.0, (phase + 1) % BINS: -1.0, BINS + longest - 1: 1.0}, 0.0  # nothing, for a bin
+        yield {phase: 1.0, (phase + 1) % BINS: -1.0, BINS + longest - 1: 1.0}, 0.0  # idle for a bin
         for known in range(longest):
             if ends[known + 1 :].any():
-                for patience in range(known + 1, min(latest - phase, longest) + 1):
-                    yield begin(ends, phase, known, patience)
+                for allowed in range(known + 1, min(latest - phase, longest) + 1):
+                    yield begin(ends, phase, known, allowed)
 
 
-def begin(ends: FloatArray, phase: int, known: int, patience: int) -> Column:
-    """Begin a prompt that takes more than `known` bins, 0 for any, and let it run for `patience` bins."""
+def begin(ends: FloatArray, phase: int, known: int, allowed: int) -> Column:
+    """Begin a prompt that takes more than `known` bins, 0 for any, and let it run for `allowed` bins."""
     longest = len(ends) - 1
     chances = ends[known + 1 :] / ends[known + 1 :].sum()
-    taken = np.minimum(np.arange(known + 1, longest + 1), patience)
-    in_time = np.arange(known + 1, longest + 1) <= patience
+    taken = np.minimum(np.arange(known + 1, longest + 1), allowed)
+    in_time = np.arange(known + 1, longest + 1) <= allowed
     flow = {phase: 1.0, BINS + longest - 1: float(chances @ taken)}
     for reached, chance in zip((phase + taken) % BINS, chances, strict=True):
         flow[int(reached)] = flow.get(int(reached), 0.0) - chance
@@ -95,5 +95,5 @@ def begin(ends: FloatArray, phase: int, known: int, patience: int) -> Column:
         flow[BINS + known - 1] = -1.0
     cancelled = float(chances[~in_time].sum())
     if cancelled:
-        flow[BINS + patience - 1] = flow.get(BINS + patience - 1, 0.0) + cancelled
+        flow[BINS + allowed - 1] = flow.get(BINS + allowed - 1, 0.0) + cancelled
     return flow, float(chances[in_time] @ taken[in_time])

@@ -1,4 +1,4 @@
-"""The others: their published rules, a rollouter that follows a rule, and one that knows what none can know."""
+"""The other systems: their published rules, a rollouter that follows a rule, and one that knows the future."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from simulation.world import Scenario, Taken, World
 
 @dataclass
 class Counts:
-    """What the rules of the others see.
+    """The state that a rule may use.
 
     Attributes:
         running: groups being generated.
-        queued: finished and not taken.
-        finished: since the start, without those that were dropped.
-        since_sync: started since the last sync, and running or queued at it.
+        queued: groups finished and not taken.
+        finished: groups since the start, without dropped ones.
+        since_sync: groups started since the last sync, plus those running or queued at the sync.
     """
 
     version: int = 0
@@ -41,7 +41,7 @@ class Rule:
 
 
 def verl(scenario: Scenario, threshold: float) -> Rule:
-    """`max_required_samples` of its fully asynchronous trainer: nothing is dropped, first come first trained."""
+    """`max_required_samples` of its fully asynchronous trainer: nothing is dropped, training in order of arrival."""
     limit = int(scenario.per_version * (1 + threshold))
     return Rule(f"staleness_threshold {threshold:g}", lambda c: min(scenario.slots - c.running, limit - c.since_sync))
 
@@ -57,7 +57,7 @@ def areal(scenario: Scenario, eta: int) -> Rule:
 
 
 def drop_on_read(scenario: Scenario, max_age: int, room: float) -> Rule:
-    """Generate while the queue has room for so many versions' groups; the reader drops what is too old."""
+    """Generate while the queue has room, in groups of `room` versions; the reader drops groups that are too old."""
     limit = round(room * scenario.per_version)
     return Rule(
         f"queue of {room:g} versions",
@@ -73,7 +73,7 @@ class Other:
         self.world, self.rule, self.counts = world, rule, Counts()
         self.queue: list[Taken] = []
         self.uids = iter(range(len(world.seconds)))
-        self.again: list[int] = []
+        self.reissued: list[int] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.arrived = asyncio.Event()
         self.admit()
@@ -85,15 +85,15 @@ class Other:
                 return
             self.counts.running += 1
             self.counts.since_sync += 1
-            task = asyncio.create_task(self.fly(uid))
+            task = asyncio.create_task(self.generate(uid))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
     def choose(self) -> int | None:
-        """What to start next; None leaves the slot empty until something changes."""
-        return self.again.pop(0) if self.again else next(self.uids)
+        """The occurrence to start next; None leaves the slot empty until the next change."""
+        return self.reissued.pop(0) if self.reissued else next(self.uids)
 
-    async def fly(self, uid: int) -> None:
+    async def generate(self, uid: int) -> None:
         version = self.world.version
         await self.world.generate(uid)
         self.counts.running -= 1
@@ -124,12 +124,12 @@ class Other:
         if old:
             self.world.discard(group.uid for group in old)
             self.counts.finished -= len(old)
-            self.again += [group.uid for group in old]
+            self.reissued += [group.uid for group in old]
             self.queue = [group for group in self.queue if group not in old]
             self.changed()
 
     async def trained(self, batch: Sequence[Taken]) -> None:
-        """No rule looks at it."""
+        """No rule depends on it."""
 
     async def begin_version(self, version: int) -> None:
         self.counts.version = version
@@ -143,16 +143,16 @@ class Other:
 
 
 def paced(scenario: Scenario, max_age: int) -> Rule:
-    """Our pace on the aggregate, without the hard bound on single groups, which a clairvoyant never meets."""
+    """Tidemill's pace without the hard bound on single groups, which a clairvoyant never reaches."""
     return replace(areal(scenario, max_age), setting="knows every time", drops_older_than=max_age)
 
 
 class Clairvoyant(Other):
-    """Knows how long each prompt will take, and starts the longest of those at hand that can still be trained.
+    """Knows how long each prompt will take, and starts the longest candidate that can still be trained.
 
-    At hand are the prompts of the next version, in any order. A group is in time if it ends before the last batch of
-    the last version that may train it, as far as versions last as long as they do at the bound; at a maximum age of 0
-    the trainer waits for all of them.
+    The candidates are the prompts of the next version. A group is in time if it ends before the last batch of the last
+    version that may train it, where a version lasts as long as at the bound. At a maximum age of 0 the trainer waits
+    for all groups.
     """
 
     def __init__(self, world: World, rule: Rule, max_age: int) -> None:
@@ -161,15 +161,15 @@ class Clairvoyant(Other):
 
     def choose(self) -> int | None:
         scenario = self.world.scenario
-        self.again += itertools.islice(self.uids, max(0, scenario.per_version - len(self.again)))
+        self.reissued += itertools.islice(self.uids, max(0, scenario.per_version - len(self.reissued)))
         version_s = max(scenario.generate_s, scenario.step_s * scenario.trigger)
         latest = self.began + (self.max_age + 1) * version_s - scenario.step_s if self.max_age else math.inf
         left_s = latest - now()
-        fitting = [uid for uid in self.again if self.world.seconds[uid] <= left_s]
+        fitting = [uid for uid in self.reissued if self.world.seconds[uid] <= left_s]
         if not fitting:
             return None
         uid = max(fitting, key=lambda uid: self.world.seconds[uid])
-        self.again.remove(uid)
+        self.reissued.remove(uid)
         return uid
 
     async def begin_version(self, version: int) -> None:

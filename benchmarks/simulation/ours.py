@@ -1,4 +1,4 @@
-"""Ours: the real rollout side and the real queue, on engines that only let time pass."""
+"""Tidemill: the real rollout side and the real queue, on simulated engines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tidemill.rollout.staleness import Strategy
 from tidemill.train.batch import mask_stale
 
 TOKENS_PER_S = 4.0
-PATIENCE_S = 1e6  # virtual
+TIMEOUT_S = 1e6  # virtual
 GROUP_SIZE = 8  # where lengths differ within a group
 
 
 class SlotEngine:
-    """An `Engine` as far as a rollouter needs it."""
+    """The part of `Engine` that a rollouter uses."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -40,7 +40,7 @@ class SlotEngine:
         return [self.completion(start, start + part * (end - start)) for part in lengths / lengths.max()]
 
     def completion(self, start: float, end: float) -> Completion:
-        """What was sampled between two times, each token at the version of its moment."""
+        """The tokens sampled between two times, each with the version of its time."""
         count = max(1, round((end - start) * TOKENS_PER_S))
         first = bisect_right(self.world.began, start) - 1
         later = self.world.began[first + 1 : bisect_left(self.world.began, end)]
@@ -50,7 +50,7 @@ class SlotEngine:
         return Completion(tokens, log_probs, tuple(span for span in spans if span.start < span.end), "stop")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """A cancelled generation has left its slot already."""
+        """A cancelled generation has freed its slot already."""
 
 
 class Tokenizer:
@@ -63,16 +63,16 @@ class Tokenizer:
 
 
 class NoReward:
-    """Scores nothing, at once."""
+    """Scores every response 0, at once."""
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> list[tuple[float, dict[str, float]]]:
         return [(0.0, {}) for _ in responses]
 
 
 class Ours:
-    """The real rollout side and the real queue, at a `max_staleness`, and what the real trainer leaves out of the loss.
+    """The real rollout side and the real queue at a `max_staleness`, and the real trainer's mask.
 
-    Without `memory` it is given data in which no prompt comes twice; the generation times are the same.
+    Without `memory` its data repeats no prompt; the generation times are the same.
     """
 
     def __init__(self, world: World, max_staleness: int, memory: bool, strategy: Strategy = "pace") -> None:
@@ -84,7 +84,7 @@ class Ours:
                 "model": "none",
                 "data": {"train": "none.jsonl", "shuffle": memory and scenario.epochs > 1},
                 "rewards": [{"function": "exact_number"}],
-                "rollout": {"group_size": GROUP_SIZE if scenario.scatter else 2, "group_timeout_s": PATIENCE_S},
+                "rollout": {"group_size": GROUP_SIZE if scenario.scatter else 2, "group_timeout_s": TIMEOUT_S},
                 "asynchrony": {
                     "max_staleness": max_staleness,
                     "staleness_strategy": strategy,
@@ -116,7 +116,7 @@ class Ours:
 
     async def take(self, count: int) -> list[Taken]:
         while True:
-            lease = await self.queue.lease(count, self.world.version, PATIENCE_S)
+            lease = await self.queue.lease(count, self.world.version, TIMEOUT_S)
             self.world.discard(lease.swept)
             await self.rollouter.reissue(lease.swept, "stale")
             if lease.deliveries:
@@ -124,7 +124,7 @@ class Ours:
                 return [self.taken(Group.from_bytes(delivery.payload)) for delivery in lease.deliveries]
 
     def taken(self, group: Group) -> Taken:
-        """As the trainer takes it."""
+        """The group as the trainer trains it."""
         version = self.world.version
         if self.strategy == "mask":
             group = mask_stale(group, version, self.max_staleness)

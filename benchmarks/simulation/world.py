@@ -1,4 +1,4 @@
-"""What the simulated systems share: generation times, the engines' slots, and the measurements."""
+"""The part that all simulated systems share: generation times, the engines' slots, and the measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated.
+    """The parameters of a simulation.
 
     Attributes:
         tail: `lognormal` (sigma 1) or `pareto` (alpha 1.5) generation times, of mean `MEAN_S`.
@@ -29,13 +29,13 @@ class Scenario:
         balance: time to train a version over the time to generate one.
         batch: groups of an optimizer step.
         trigger: optimizer steps of a version.
-        engines: that generate, each with so many groups at once as a run has by default.
-        versions: to train.
-        epochs: how often each prompt is trained; 1: the data is larger than what is generated.
+        engines: number of engines, each with `GROUPS_PER_ENGINE` slots.
+        versions: number of versions to train.
+        epochs: how often each prompt is trained; 1: the data never repeats.
         noise: deviation of the logarithm of a prompt's generation time from one epoch to another.
-        export_s: in which the trainer stands still at a sync.
-        pause_s: in which, after that, the engines do.
-        scatter: deviation of the logarithm of the response lengths within a group, whose longest takes its time.
+        export_s: time for which the trainer stops at a sync.
+        pause_s: time for which the engines stop after that.
+        scatter: deviation of the logarithm of the response lengths within a group; the longest takes the group's time.
         seed: of the generation times, of the lengths within groups, and of the order of the data.
     """
 
@@ -63,7 +63,7 @@ class Scenario:
 
     @property
     def generate_s(self) -> float:
-        """To generate one version's groups with every slot busy."""
+        """Time to generate one version's groups with every slot busy."""
         return self.per_version * MEAN_S / self.slots
 
     @property
@@ -72,12 +72,12 @@ class Scenario:
 
     @property
     def warm_up(self) -> int:
-        """Versions before the measurement begins. With several epochs few: the first, which knows nothing, counts."""
+        """Versions before the measurement begins; few with several epochs, because the first epoch counts."""
         return round((0.2 if self.epochs == 1 else 0.05) * self.versions)
 
     @property
     def occurrences(self) -> int:
-        """Enough for every rule: drop-on-read generates many times what is trained."""
+        """Enough for every rule: drop-on-read generates many times more groups than are trained."""
         return 20 * self.versions * self.per_version
 
     @property
@@ -86,7 +86,7 @@ class Scenario:
         return self.occurrences if self.epochs == 1 else self.versions * self.per_version // self.epochs
 
     def durations(self) -> FloatArray:
-        """`[N]` seconds of each occurrence: its prompt's, times noise where a prompt comes again, up to the budget."""
+        """`[N]` seconds of each occurrence: its prompt's, with noise if prompts repeat, up to the budget."""
         budget = self.longest * self.generate_s * max(1.0, self.balance)
         rng = np.random.default_rng(self.seed)
         lognormal = self.tail == "lognormal"
@@ -106,7 +106,7 @@ class Scenario:
 
 @dataclass
 class World:
-    """The engines' slots, the policy version, and everything that is measured. Engines' time leaves out pauses."""
+    """The engines' slots, the policy version and the measurements. The engines' time excludes their pauses."""
 
     scenario: Scenario
     seconds: FloatArray
@@ -125,7 +125,7 @@ class World:
     ages: list[int] = field(default_factory=list)
 
     async def generate(self, uid: int) -> tuple[float, float]:
-        """Occupy a slot for the time of this occurrence; a generation that is cancelled was in vain.
+        """Occupy a slot for the time of this occurrence; the time of a cancelled generation is wasted.
 
         Returns:
             When it began and ended, in the engines' time.
@@ -143,7 +143,7 @@ class World:
         return start, start + self.seconds[uid]
 
     def begin_version(self) -> None:
-        """The engines stand still for the weights of one more version."""
+        """Begin a version; the engines stop for its weights."""
         self.began.append(self.engine_time())
         self.version += 1
         self.paused_until = now() + self.scenario.pause_s
@@ -156,24 +156,24 @@ class World:
         return max(0.0, self.paused_until - now())
 
     def occupy(self, change: int) -> None:
-        """Take or free slots, and book the time until now."""
+        """Occupy or free slots, and account for the time until now."""
         time = self.engine_time()
         self.busy_s += self.busy * (time - self.since)
         self.since = time
         self.busy += change
 
     def learn(self, batch: Sequence[Taken]) -> None:
-        """A batch is trained, as far as it is; the rest of its tokens were generated in vain."""
+        """Account for a trained batch; its masked tokens are wasted."""
         self.ages += [self.version - group.oldest_version for group in batch]
         self.taken_s += sum(self.seconds[group.uid] for group in batch)
         self.masked_s += sum((1 - group.share) * self.seconds[group.uid] for group in batch)
 
     def discard(self, uids: Iterable[int]) -> None:
-        """Whole groups are thrown away."""
+        """Account for groups that are dropped as a whole."""
         self.wasted_s += sum(self.seconds[uid] for uid in uids)
 
     def reset(self) -> None:
-        """Begin to measure."""
+        """Begin the measurement."""
         self.occupy(0)
         self.busy_s = self.wasted_s = self.taken_s = self.masked_s = self.waited_s = 0.0
         self.reset_at = now()
