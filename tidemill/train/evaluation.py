@@ -1,11 +1,11 @@
-"""Held-out scores of a run's versions, in the way of `evaluation.mode`.
+"""Evaluation of versions on held-out prompts during training, as `evaluation.mode` says.
 
 A score belongs to one version, so the engines that answer must not adopt another one meanwhile:
 
 blocking: the trainer waits for the score.
-concurrent: training goes on, and the next weight sync waits for the score. Engines serve held-out prompts first.
-spare: one engine is set aside. It keeps the version, answers, and catches up afterwards; syncs pass it by. Where only
-    one engine is left, as concurrent.
+concurrent: training continues, and the next weight sync waits for the score. Engines serve held-out prompts first.
+spare: one engine is set aside. It keeps its version, answers, and catches up afterwards; syncs skip it. If it is the
+    only engine, the mode is concurrent.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Mode = Literal["blocking", "concurrent", "spare"]
 
 
 class Spares(Protocol):
-    """Who can set an engine aside: `rollout.fleet.Fleet`."""
+    """Sets engines aside: `rollout.fleet.Fleet`."""
 
     async def set_aside(self) -> EngineId | None:
-        """Take an engine out of rotation and publications as it is; None if it is the only one."""
+        """Take an engine out of rollout and weight syncs; None if it is the only one."""
         ...
 
     async def take_back(self, engine: EngineId) -> None:
-        """Give it the newest version, and then groups again."""
+        """Bring an engine to the newest version and return it to rollout."""
         ...
 
 
 @dataclass(slots=True)
 class Validation:
-    """One evaluation at a time.
+    """Runs one evaluation at a time.
 
     Attributes:
-        evaluated: is told of a score, with the optimizer steps that made the policy.
-        notice: tells a person.
+        evaluated: called with the step of the policy and its evaluation.
+        notice: called with a warning for the user.
     """
 
     mode: Mode
@@ -53,14 +53,14 @@ class Validation:
 
     @property
     def holds_sync(self) -> bool:
-        """Whether an evaluation is under way on engines that the next version would reach."""
+        """Whether an evaluation is running on engines that would adopt the next version."""
         return self._task is not None and self._spare is None
 
     async def begin(self, step: int, version: int) -> None:
-        """Score the engines' present version; returns at once unless the mode is `blocking`.
+        """Evaluate the current version of the engines; returns at once unless the mode is `blocking`.
 
         Raises:
-            TidemillError: what went wrong in the evaluation before.
+            TidemillError: the previous evaluation failed.
         """
         await self.settle()
         if self.mode == "blocking":
@@ -70,17 +70,17 @@ class Validation:
         self._task = asyncio.create_task(self._score(step, version, self._spare))
 
     async def settle(self) -> None:
-        """Wait for the evaluation under way; its deadlines are those of its answers.
+        """Wait for the running evaluation; every answer has its own deadline.
 
         Raises:
-            TidemillError: what went wrong in it.
+            TidemillError: the evaluation failed.
         """
         if self._task is not None:
             await self._task
             self._task = None
 
     async def cancel(self) -> None:
-        """Give up the evaluation under way, if there is one: the run ends otherwise than it should."""
+        """Cancel the running evaluation, because training failed."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -93,5 +93,7 @@ class Validation:
         try:
             self.evaluated(step, await self.generation.evaluate(version, spare))
         except EngineLostError as error:
-            self.notice(f"version {version} has no held-out score, because no other engine had it any more: {error}")
+            self.notice(
+                f"version {version} has no held-out score, because the only engine with that version was lost: {error}"
+            )
         await self.fleet.take_back(spare)

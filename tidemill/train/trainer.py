@@ -1,12 +1,12 @@
-"""The trainer's loop: one step after another, each a screen of named phases.
+"""The training loop; a step is a sequence of named, timed phases.
 
-A step takes `asynchrony.require_batches` mini-batches at once and makes an optimizer step with each of them.
+A step leases `asynchrony.require_batches` mini-batches and makes one optimizer step with each of them.
 
     queue ─► get groups ─► advantages ─► pack ─► update actor ─► acknowledge ─► sync weights ─► checkpoint
                                                                                    │
-    engines adopt the new version in flight, beside the next step ◄────────────────┘
+    engines adopt the new version in flight, during the next step ◄────────────────┘
 
-The class sees only protocols, so the whole loop also runs on the stand-ins of `tidemill.fakes`.
+The trainer depends on protocols only, so the whole loop also runs with `tidemill.fakes`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ranks(Protocol):
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
     ) -> Mapping[str, float]:
-        """One optimizer step of a version over all ranks; returns loss, gradient norm and ratio statistics."""
+        """One optimizer step over all ranks; returns loss, gradient norm and ratio statistics."""
         ...
 
 
@@ -49,38 +49,38 @@ class EngineFleet(Publishing, Spares, Protocol):
 
 
 class Observer(Protocol):
-    """Whoever is told of progress: the event log and the tracker."""
+    """Receives the progress of training: `driver.observer.RunObserver`."""
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
-        """A step is done, with everything that was measured."""
+        """A step is done, with all its metrics."""
         ...
 
     def synced(self, step: int, metrics: Metrics) -> None:
-        """Engines adopted a version outside of any step: before the first, or after the last that was possible."""
+        """Engines adopted a version before the first step or after the last one; `metrics` are those of the sync."""
         ...
 
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
-        """When the trainer did what in a step, and how busy the engines were meanwhile."""
+        """The phases of a step, and the load of the engines meanwhile."""
         ...
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """The policy that so many steps made has a held-out score."""
+        """The policy after `step` steps has a held-out score."""
         ...
 
     def notice(self, text: str) -> None:
-        """Something that a person should know and that does not end the run."""
+        """A warning for the user that does not end the run."""
         ...
 
 
 @dataclass(slots=True)
 class Position:
-    """How far a run is; part of every checkpoint.
+    """The progress of a run; part of every checkpoint.
 
     Attributes:
         step: steps done.
-        version: of the policy that learns, the number of weight syncs begun; engines adopt it in a moment.
+        version: of the trainer: the number of weight syncs begun; engines may not have adopted the last one yet.
         groups: groups trained.
-        response_tokens: sampled tokens trained.
+        response_tokens: response tokens trained.
         max_age: largest age of a trained token so far, in versions.
         seconds: training time of all attempts of this run.
         unsynced: steps since the last weight sync.
@@ -97,11 +97,11 @@ class Position:
 
 @dataclass(slots=True)
 class Trainer:
-    """Consumes groups, learns from them and publishes new versions.
+    """Consumes groups, updates the policy and publishes new versions.
 
     Attributes:
-        commit: writes a checkpoint for the present position; None trains without checkpoints.
-        stop: ends the training early.
+        commit: writes a checkpoint of a position; None trains without checkpoints.
+        stop: ends training early.
     """
 
     config: RunConfig
@@ -121,17 +121,17 @@ class Trainer:
         self.validation = Validation(mode, self.generation, self.fleet, observer.evaluated, observer.notice)
 
     async def fit(self) -> None:
-        """Train until the step budget or the data ends or a stop is asked for, and publish what was learned last.
+        """Train until the last step, the end of the data or a stop, and publish the last update.
 
-        The engines have the present parameters as the present version, also where the
-        attempt before was stopped immediately, in the middle of a version: a whole version begins.
+        At the start, the engines hold the current parameters as the current version. If the previous attempt stopped
+        immediately in the middle of a version, a whole version begins.
 
         Consumes: groups of the queue. Produces: versions, checkpoints, metrics. Waits for: a full batch, at most
         `trainer.get_timeout_s`.
 
         Raises:
             RunError: no batch arrived in time, or a group broke the staleness bound.
-            TidemillError: what went wrong in the adoption of a version, as soon as it does.
+            TidemillError: the adoption of a version failed; raised as soon as it does.
         """
         self.position.unsynced = 0
         async with task_group() as tasks:
@@ -139,22 +139,22 @@ class Trainer:
             try:
                 await self.fit_steps()
                 if not self.stop.immediate:
-                    await self.settle()
+                    await self.wait_for_evaluation()
             finally:
                 await self.validation.cancel()
                 self.syncs.cancel()
 
     async def fit_steps(self) -> None:
-        """All steps."""
+        """All steps, and the sync after the last one."""
         while self.position.step < self.config.trainer.steps and self.stop.reason is None:
             timings = Timings()
             with timings.phase("step"):
                 metrics = await self.fit_step(timings)
                 if metrics is None:
                     break
-                await self.after_step(timings)
+                await self.evaluate_and_checkpoint(timings)
             self.position.seconds += timings.seconds["step"]
-            metrics |= timings.metrics() | self.syncs.take() | await self.surroundings()
+            metrics |= timings.metrics() | self.syncs.take() | await self.queue_and_rollout_metrics()
             metrics["throughput/tokens_per_second"] = metrics["response/trained_tokens"] / timings.seconds["step"]
             metrics["idle/trainer"] = timings.seconds["get_groups"] / timings.seconds["step"]
             self.observer.step_finished(self.position, metrics)
@@ -164,14 +164,14 @@ class Trainer:
             what = f"the run is stopped ({self.stop.reason})" if self.stop.reason else "the data ended"
             self.observer.notice(f"{what} after step {self.position.step}")
         if self.position.unsynced and not self.stop.immediate:
-            await self.settle()
+            await self.wait_for_evaluation()
         await self.sync_weights()
-        await self.adopted()
+        await self.wait_for_adoption()
         if report := self.syncs.take():
             self.observer.synced(self.position.step, report)
 
     async def fit_step(self, timings: Timings) -> Metrics | None:
-        """One step; None when the data has ended, or a stop is asked for before there is a batch."""
+        """One step; None if the data has ended, or a stop comes before a batch."""
         with timings.phase("get_groups"):
             lease = await self.unless_stopped(self.get_groups())
         if lease is None or not lease.deliveries:
@@ -183,18 +183,20 @@ class Trainer:
             advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
         metrics = group_metrics(groups, self.position.version, advantages)
         metrics["staleness/masked_tokens"] = trained_tokens(sampled) - metrics["response/trained_tokens"]
-        metrics |= await self.learn(groups, advantages, timings)
+        metrics |= await self.update_actor(groups, advantages, timings)
         await self.queue.acknowledge(lease.lease_id)
         await self.generation.mark_trained([group.uid for group in groups])
         self.advance(groups)
         if self.sync_is_due:
-            await self.validation_before_sync(timings)
+            await self.finish_evaluation(timings)
             with timings.phase("sync"):
                 await self.sync_weights()
         return metrics
 
-    async def learn(self, groups: Sequence[Group], advantages: Sequence[Float32Array], timings: Timings) -> Metrics:
-        """An optimizer step with each mini-batch, in the order of the groups; returns what they amount to together."""
+    async def update_actor(
+        self, groups: Sequence[Group], advantages: Sequence[Float32Array], timings: Timings
+    ) -> Metrics:
+        """One optimizer step with each mini-batch, in the order of the groups; returns the aggregated metrics."""
         size, reports = self.config.trainer.ppo_mini_batch_size, []
         for start in range(0, len(groups), size):
             part = slice(start, start + size)
@@ -215,7 +217,7 @@ class Trainer:
 
     @property
     def ranks_count(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.config.trainer.ranks
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T], *, immediate: bool = False) -> T | None:
@@ -230,9 +232,9 @@ class Trainer:
             await asyncio.gather(waiting, asked, return_exceptions=True)
 
     async def get_groups(self) -> Lease[Any]:
-        """Lease a full batch; what the queue sweeps for its age on the way is issued again.
+        """Lease a full batch; prompts of groups that the queue removes as stale are issued again.
 
-        The waiting is what `idle/trainer` counts. What generation waits for itself, an adoption, has its own deadline.
+        `idle/trainer` counts this wait. An adoption, for which generation itself waits, has its own deadline.
         """
         count, limit, adopting = self.config.required_samples, self.config.trainer.get_timeout_s, self.syncs.under_way
         try:
@@ -249,29 +251,34 @@ class Trainer:
                 return await self.get_groups()
             state = {**await self.queue.stats(), **await self.generation.stats()}
             raise RunError(
-                f"no batch of {count} groups within trainer.get_timeout_s = {limit} s; "
-                f"state of queue and rollouter: {state}"
+                f"no batch of {count} groups within trainer.get_timeout_s = {limit} s. Raise it, or look for the cause "
+                f"in the state of queue and rollouter: {state}"
             ) from error
 
     def without_stale(self, groups: Sequence[Group]) -> list[Group]:
-        """With `staleness_strategy: mask`, tokens that are too old are left out of the loss; else none may be there."""
+        """With `staleness_strategy: mask`, mask tokens that are too old; other strategies deliver none."""
         asynchrony = self.config.asynchrony
         if asynchrony.staleness_strategy != "mask":
             return list(groups)
         return [mask_stale(group, self.position.version, asynchrony.max_staleness) for group in groups]
 
     def check_age(self, groups: Sequence[Group]) -> None:
-        """The last guard of the staleness bound; the queue and the admission keep it from ever firing."""
+        """The last guard of the staleness bound; admission and queue already enforce it.
+
+        Raises:
+            RunError: a group is too old, or newer than the trainer.
+        """
         bound = self.config.asynchrony.max_staleness
         for group in groups:
             age = group.age(self.position.version)
             if not 0 <= age <= bound:
                 raise RunError(
-                    f"group {group.uid} has age {age} at version {self.position.version}, allowed is 0..{bound}"
+                    f"group {group.uid} has age {age} at version {self.position.version}, allowed is 0..{bound}. "
+                    "This is a bug in admission or queue; please report it."
                 )
 
     def pack(self, groups: Sequence[Group], advantages: Sequence[Float32Array]) -> list[PackedRow]:
-        """Rows of all groups, each prompt once; what can have no gradient is left out."""
+        """Rows of all groups, with each prompt once and without rollouts that have no gradient."""
         algorithm, limit = self.config.algorithm, self.config.trainer.micro_batch_tokens
         return [
             row
@@ -291,7 +298,7 @@ class Trainer:
         position.max_age = max([position.max_age, *(group.age(position.version) for group in groups)])
 
     async def sync_weights(self) -> None:
-        """Publish what was learned since the last sync as the next version, which engines adopt beside the next step.
+        """Publish the updates since the last sync as the next version, which engines adopt during the next step.
 
         After an immediate stop the version is not published.
         """
@@ -299,26 +306,26 @@ class Trainer:
             await self.unless_stopped(self.begin_version(), immediate=True)
 
     async def begin_version(self) -> None:
-        """The parameters become the next version; they may change when this returns."""
+        """Export the parameters as the next version; they may change after this."""
         await self.syncs.begin(self.position.version + 1)
         self.position.version, self.position.unsynced = self.position.version + 1, 0
 
-    async def adopted(self) -> None:
+    async def wait_for_adoption(self) -> None:
         """Wait until generation goes on with the newest version; an immediate stop does not wait."""
         await self.unless_stopped(self.syncs.settle(), immediate=True)
 
-    async def validation_before_sync(self, timings: Timings) -> None:
-        """Let a score be finished whose engines would get the next version."""
+    async def finish_evaluation(self, timings: Timings) -> None:
+        """Wait for an evaluation on engines that would adopt the next version."""
         if self.validation.holds_sync:
             with timings.phase("evaluate"):
-                await self.settle()
+                await self.wait_for_evaluation()
 
-    async def settle(self) -> None:
+    async def wait_for_evaluation(self) -> None:
         """Wait for the score under way; an immediate stop does not wait."""
         await self.unless_stopped(self.validation.settle(), immediate=True)
 
-    async def after_step(self, timings: Timings) -> None:
-        """Evaluate and checkpoint at the versions that ask for it."""
+    async def evaluate_and_checkpoint(self, timings: Timings) -> None:
+        """Evaluate and checkpoint every `evaluation.every` and `checkpoint.every` versions."""
         if self.position.unsynced:
             return
         version, last = self.position.version, self.position.step == self.config.trainer.steps
@@ -326,19 +333,19 @@ class Trainer:
         scored = every > 0 and version % every == 0 and not last
         if scored or last:
             with timings.phase("sync"):
-                await self.adopted()
+                await self.wait_for_adoption()
         if scored:
             with timings.phase("evaluate"):
                 await self.unless_stopped(self.validation.begin(self.position.step, version), immediate=True)
         if self.commit and not last and self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
             with timings.phase("checkpoint"):
-                # The step is part of the commit, and so is the time that it took so far.
+                # The checkpoint includes the time of this step so far.
                 await self.commit(replace(self.position, seconds=self.position.seconds + timings.elapsed))
 
-    async def surroundings(self) -> Metrics:
-        """What queue and rollout side say of themselves, under their metric names."""
+    async def queue_and_rollout_metrics(self) -> Metrics:
+        """The statistics of queue and rollouter, under their metric names."""
         queue, rollout = await asyncio.gather(self.queue.stats(), self.generation.stats())
-        # Between two steps nothing is leased.
+        # Nothing is leased between two steps.
         metrics = {f"queue/{name}": value for name, value in queue.items() if name != "leased"}
         metrics |= {name if name.startswith("ledger/") else f"rollout/{name}": value for name, value in rollout.items()}
         metrics["idle/rollouter"] = metrics.pop("rollout/idle")
@@ -346,12 +353,12 @@ class Trainer:
 
 
 def trained_tokens(groups: Sequence[Group]) -> int:
-    """Response tokens that the loss counts."""
+    """Number of response tokens that are not masked."""
     return sum(group.trained_tokens for group in groups)
 
 
 def renamed(update: Mapping[str, float]) -> Metrics:
-    """The ranks' report of an optimizer step under the names of `docs/metrics.md`."""
+    """The report of an optimizer step under the metric names of `docs/metrics.md`."""
     names = {"loss": "loss/policy", "grad_norm": "loss/grad_norm", "lr": "loss/learning_rate"}
     report = {names.get(name, name if "/" in name else f"update/{name}"): value for name, value in update.items()}
     return {"update/count": 1.0, **report}
