@@ -1,8 +1,8 @@
-"""KFP components: one thin file each, a signature and one call into Tidemill.
+"""KFP components: one file each, with a signature and one call into `tidemill.steps`.
 
-A component's source travels inside the compiled pipeline and runs in `IMAGE`, which has Tidemill installed; so at
-module level they import nothing but KFP.
+The compiled pipeline contains the source of a component, which runs in `IMAGE`, where Tidemill is installed. So
+components import only KFP at module level.
 """
 
 IMAGE = "tidemill-python:0.1.0"
-"""The slim image of the steps. KFP's local runner takes an image without "python" in its name for a foreign one."""
+"""The image of the steps. KFP's local runner refuses an image without "python" in its name."""

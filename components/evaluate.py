@@ -1,4 +1,4 @@
-"""The step that scores the trained model."""
+"""Score the trained model."""
 
 from kfp import dsl
 from tidemill_components import IMAGE
@@ -10,12 +10,12 @@ def evaluate(config: str, summary: str, metrics: dsl.Output[dsl.Metrics]) -> str
 
     Args:
         config: the resolved settings as YAML text.
-        summary: what `train` returned.
+        summary: result of `train`.
         metrics: gets the score.
 
     Returns:
         JSON: score, answers, and what was skipped.
     """
-    from tidemill.steps.steps import evaluate as step
+    from tidemill.steps.training import evaluate as step
 
     return step(config, summary, metrics.log_metric)

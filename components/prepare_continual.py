@@ -1,4 +1,4 @@
-"""The first step of continual training."""
+"""Prepare a run of continual training."""
 
 from typing import NamedTuple
 
@@ -19,28 +19,27 @@ def prepare_continual(
     gpu_hours: float,
     prompts: str,
     links: dsl.Output[dsl.Markdown],
-) -> NamedTuple("Renewal", [("settings", str), ("Output", str)]):  # type: ignore[valid-type]  # KFP reads it
-    """Find the champion and the prompts that came since, and check the run that they make.
+) -> NamedTuple("Preparation", [("settings", str), ("Output", str)]):  # type: ignore[valid-type]  # KFP reads it
+    """Find the champion and the prompts that were added since its training, and check the run.
 
     Args:
         config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
         overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
-        run_name: name of the run, "" for a new one.
+        run_name: name of the run, "" for a new run.
         kfp_run: id of the KFP run.
-        gpu_type: kubernetes.gpu_type, "" as the settings say.
-        engines: rollout.engines, 0 as the settings say.
-        ranks: trainer.ranks, 0 as the settings say.
-        image: kubernetes.image, "" as the settings say.
-        gpu_hours: kubernetes.gpu_hours, 0 as the settings say.
+        gpu_type: kubernetes.gpu_type, "" to keep the setting.
+        engines: rollout.engines, 0 to keep the setting.
+        ranks: trainer.ranks, 0 to keep the setting.
+        image: kubernetes.image, "" to keep the setting.
+        gpu_hours: kubernetes.gpu_hours, 0 to keep the setting.
         prompts: s3://BUCKET/PREFIX/ of .jsonl files, or any source of prompts.
-        links: gets the places to look at while the run goes on.
+        links: gets the links to follow the run.
 
     Returns:
-        The resolved settings as YAML text, and as `Output` what to do: `train` or, without new prompts,
-        `wait`.
+        The resolved settings as YAML text, and as `Output` the next action: `train`, or `wait` without new prompts.
     """
-    from tidemill.steps.renewal import prepare_continual as step
+    from tidemill.steps.continual import prepare_continual as step
     from tidemill.steps.request import Request
 
-    asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
-    return step(asked, prompts, links.path)
+    request = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
+    return step(request, prompts, links.path)

@@ -1,4 +1,4 @@
-"""The step that gets a run what it runs on."""
+"""Start what a run needs."""
 
 from kfp import dsl
 from tidemill_components import IMAGE
@@ -6,14 +6,14 @@ from tidemill_components import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def provision(config: str) -> str:
-    """Start the embedded store and make the model ready.
+    """Start the store and fetch the model, or start a Ray cluster on Kubernetes.
 
     Args:
         config: the resolved settings as YAML text.
 
     Returns:
-        JSON: where the store, the model and the Ray cluster are.
+        JSON: where the store and the model are, or the Ray cluster.
     """
-    from tidemill.steps.steps import provision as step
+    from tidemill.steps.training import provision as step
 
     return step(config)

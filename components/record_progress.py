@@ -1,4 +1,4 @@
-"""The last step of continual training."""
+"""Record the progress of continual training."""
 
 from kfp import dsl
 from tidemill_components import IMAGE
@@ -6,12 +6,12 @@ from tidemill_components import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def record_progress(config: str, summary: str) -> None:
-    """Note how far the prompts were used, so that the next run takes those that come after.
+    """Record the last prompts that were used, so that the next run continues after them.
 
     Args:
         config: the resolved settings as YAML text.
-        summary: what `register` returned; it orders the steps.
+        summary: result of `register`; it only orders the steps.
     """
-    from tidemill.steps.renewal import record_progress as step
+    from tidemill.steps.continual import record_progress as step
 
     step(config, summary)

@@ -1,4 +1,4 @@
-"""The step that registers the model."""
+"""Register the trained model."""
 
 from kfp import dsl
 from tidemill_components import IMAGE
@@ -17,15 +17,15 @@ def register(
 
     Args:
         config: the resolved settings as YAML text.
-        summary: what `train` returned.
-        evaluation: what `evaluate` returned.
+        summary: result of `train`.
+        evaluation: result of `evaluate`.
         report: gets the table of before and after.
-        page: gets the report with curve and answers.
-        model: gets the place of the weights in the object store, and its version.
+        page: gets the report with the curve and the answers.
+        model: gets the location of the weights in the store, and their version.
 
     Returns:
-        JSON: the final summary, with the model version, or null if the gate refused it.
+        JSON: the final summary, with the model version, null if the gate refused it.
     """
-    from tidemill.steps.steps import register as step
+    from tidemill.steps.register import register as step
 
     return step(config, summary, evaluation, report.path, page.path, model)

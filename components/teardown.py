@@ -1,4 +1,4 @@
-"""The step that always runs last."""
+"""Release everything at the end of a pipeline."""
 
 from kfp import dsl
 from tidemill_components import IMAGE
@@ -6,16 +6,16 @@ from tidemill_components import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def teardown(config: str, overrides: str, run_name: str, kfp_run: str, variants: str) -> None:
-    """Give back everything that the run took, also after a failure.
+    """Release everything that the run took, also after a failure.
 
     Args:
         config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
         overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
-        run_name: name of the run, "" for a new one.
+        run_name: name of the run, "" for a new run.
         kfp_run: id of the KFP run.
         variants: those of a sweep, "" for a single run.
     """
-    from tidemill.steps.ends import end
     from tidemill.steps.request import Request
+    from tidemill.steps.teardown import teardown as step
 
-    end(Request(config, overrides, run_name, kfp_run), variants)
+    step(Request(config, overrides, run_name, kfp_run), variants)

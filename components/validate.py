@@ -1,4 +1,4 @@
-"""The step that refuses a run which cannot succeed."""
+"""Validate a run."""
 
 from kfp import dsl
 from tidemill_components import IMAGE
@@ -17,25 +17,25 @@ def validate(
     gpu_hours: float,
     links: dsl.Output[dsl.Markdown],
 ) -> str:
-    """Check settings, prompts, rewards, model, store and room before anything is paid for.
+    """Check settings, prompts, rewards, model, store and capacity before the run uses a GPU.
 
     Args:
         config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
         overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
-        run_name: name of the run, "" for a new one.
+        run_name: name of the run, "" for a new run.
         kfp_run: id of the KFP run.
-        gpu_type: kubernetes.gpu_type, "" as the settings say.
-        engines: rollout.engines, 0 as the settings say.
-        ranks: trainer.ranks, 0 as the settings say.
-        image: kubernetes.image, "" as the settings say.
-        gpu_hours: kubernetes.gpu_hours, 0 as the settings say.
-        links: gets the places to look at while the run goes on.
+        gpu_type: kubernetes.gpu_type, "" to keep the setting.
+        engines: rollout.engines, 0 to keep the setting.
+        ranks: trainer.ranks, 0 to keep the setting.
+        image: kubernetes.image, "" to keep the setting.
+        gpu_hours: kubernetes.gpu_hours, 0 to keep the setting.
+        links: gets the links to follow the run.
 
     Returns:
-        The resolved settings as YAML text, every default written out.
+        The resolved settings as YAML text, with every default.
     """
-    from tidemill.steps.ends import begin
     from tidemill.steps.request import Request
+    from tidemill.steps.validate import validate as step
 
-    asked = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
-    return begin(asked, links.path)
+    request = Request(config, overrides, run_name, kfp_run, gpu_type, engines, ranks, image, gpu_hours)
+    return step(request, links.path)

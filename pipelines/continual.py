@@ -1,10 +1,10 @@
-"""The pipeline for a schedule: on from the champion of the registry, with the prompts that came since.
+"""The pipeline for a schedule: trains the champion of the registry on the prompts that were added since.
 
     prepare_continual ─► if there are new prompts: provision ─► train ─► evaluate ─► register ─► record_progress
         └──────────────────────── exit handler: teardown ────────────────────────────┘
 
-The first run starts from the settings' own model. A version becomes the champion if it is not worse than the one that
-its run started from.
+The first run starts from the model of the settings. A version becomes the champion if it is not worse than the model
+from which its run started.
 """
 
 from kfp import dsl
@@ -19,7 +19,7 @@ from tidemill_pipelines.training import training_steps
 
 @dsl.pipeline(
     name="continual",
-    description="Scheduled reinforcement learning that goes on from the best model so far with new prompts",
+    description="Scheduled reinforcement learning of the best model so far on new prompts",
     pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=KEPT),
 )
 def continual(
@@ -35,21 +35,21 @@ def continual(
     store_secret: str = "tidemill-store",
     steps_image: str = IMAGE,
 ) -> None:
-    """Train the champion on new prompts, and make the result the champion if it became better.
+    """Train the champion on new prompts, and make the result the champion if it improved.
 
     Args:
-        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, and then
-            one of the overrides is store.endpoint=http://HOST:PORT.
-        prompts: s3://BUCKET/PREFIX/ of .jsonl files whose names sort by their date; those are taken that come after the
-            last one trained with, and without a new one the run ends at once. Or any source of prompts.
-        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line, or in one line
+        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, with
+            store.endpoint=http://HOST:PORT in the overrides.
+        prompts: s3://BUCKET/PREFIX/ of .jsonl files whose names sort by date; the files after the last used one are
+            trained, and without a new file the run ends at once. Or any source of prompts.
+        overrides: settings that replace those in `config`, KEY.PATH=VALUE, one a line, or in one line
             [KEY.PATH=VALUE, KEY.PATH=VALUE].
-        run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
+        run_name: a run to resume. Empty starts a new run, named after the settings and this KFP run.
         gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
         engines: vLLM engines. 0: as in `config`.
         ranks: trainer processes, one GPU each. 0: as in `config`.
         image: image of the Ray pods, with a tag. Empty: as in `config`.
-        gpu_hours: budget; when it is used up the run ends with a checkpoint and a model. 0: as in `config`.
+        gpu_hours: budget, at whose end the run stops with a checkpoint and a model. 0: as in `config`.
         store_secret: secret with access_key and secret_key of the object store.
         steps_image: image of the pipeline's own steps, with a tag.
     """
@@ -57,11 +57,11 @@ def continual(
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
     amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
     with dsl.ExitHandler(pod.retryable(teardown(**name, variants="")), name="run"):
-        renewed = pod.task(prepare_continual(**name, **amounts, prompts=prompts)).outputs
-        settings = renewed["settings"]
-        # KFP's local runner evaluates a condition as an expression with the value in it, which the lines of settings
-        # break, and finds no output of another name; in both cases it would take the condition for false.
-        with dsl.If(renewed["Output"] == "train", name="new-prompts"):
+        prepared = pod.task(prepare_continual(**name, **amounts, prompts=prompts)).outputs
+        settings = prepared["settings"]
+        # KFP's local runner inserts the value into the condition, which the line breaks of settings break, and finds no
+        # output under another name than `Output`; in both cases the condition is false.
+        with dsl.If(prepared["Output"] == "train", name="new-prompts"):
             summary, evaluation = training_steps(pod, settings)
             final = pod.retryable(register(config=settings, summary=summary, evaluation=evaluation)).outputs["Output"]
             pod.retryable(record_progress(config=settings, summary=final))

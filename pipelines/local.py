@@ -64,13 +64,13 @@ def command(words: Sequence[str]) -> int:
 def interrupted(given: Mapping[str, Value]) -> None:
     """End what the runner leaves alone: the step under way with all its processes, and what a teardown gives back."""
     from tidemill.cluster.processes import adopt_orphans, end_descendants
-    from tidemill.steps.ends import end
     from tidemill.steps.request import Request
+    from tidemill.steps.teardown import teardown
 
     adopt_orphans()
     end_descendants(GRACE_S)
     config, overrides, run_name, variants = (str(given.get(name, "")) for name in ASKED)
-    end(Request(config, overrides, run_name), variants)
+    teardown(Request(config, overrides, run_name), variants)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     validate ─► provision ─► train ─► evaluate ─► register
         └──────────── exit handler: teardown ────────┘
 
-The same graph runs through the KFP local runner (`tidemill run`) and on a cluster. Nothing is cached: every step
-either acts on the outside or depends on what does.
+The same graph runs in the KFP local runner (`tidemill run`) and on a cluster. No step is cached, because every step has
+side effects or depends on those of another.
 """
 
 from kfp import dsl
@@ -33,19 +33,19 @@ def post_training(
     store_secret: str = "tidemill-store",
     steps_image: str = IMAGE,
 ) -> None:
-    """Train a model as `config` says, and register it if it became better.
+    """Train a model with the settings in `config`, and register it if it improved.
 
     Args:
-        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, and then
-            one of the overrides is store.endpoint=http://HOST:PORT.
-        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line, or in one line
+        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, with
+            store.endpoint=http://HOST:PORT in the overrides.
+        overrides: settings that replace those in `config`, KEY.PATH=VALUE, one a line, or in one line
             [KEY.PATH=VALUE, KEY.PATH=VALUE].
-        run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
+        run_name: a run to resume. Empty starts a new run, named after the settings and this KFP run.
         gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
         engines: vLLM engines. 0: as in `config`.
         ranks: trainer processes, one GPU each. 0: as in `config`.
         image: image of the Ray pods, with a tag. Empty: as in `config`.
-        gpu_hours: budget; when it is used up the run ends with a checkpoint and a model. 0: as in `config`.
+        gpu_hours: budget, at whose end the run stops with a checkpoint and a model. 0: as in `config`.
         store_secret: secret with access_key and secret_key of the object store.
         steps_image: image of the pipeline's own steps, with a tag.
     """

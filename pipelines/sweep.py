@@ -1,10 +1,10 @@
-"""The pipeline of a sweep: several runs that differ in some settings, of which the best is registered.
+"""The pipeline of a sweep: runs that differ in some settings, of which the best is registered.
 
     validate_sweep ─► for each variant: provision ─► train ─► evaluate ─► finish_variant ─► select_best
         └─────────────────────── exit handler: teardown of all ────────────────┘
 
-A variant whose training fails ends its own cluster and fails the sweep; started again under the same name, variants
-that were done are done at once.
+A variant whose training fails releases its cluster and fails the sweep. A sweep that is started again under the same
+name skips the variants that are done.
 """
 
 from kfp import dsl
@@ -17,7 +17,7 @@ from tidemill_pipelines.tasks import KEPT, Pod
 from tidemill_pipelines.training import training_steps
 
 AT_ONCE = 4
-"""Variants that run at the same time; KFP's local runner takes two."""
+"""Variants that run at the same time; KFP's local runner runs two."""
 
 
 @dsl.pipeline(
@@ -38,21 +38,21 @@ def sweep(
     store_secret: str = "tidemill-store",
     steps_image: str = IMAGE,
 ) -> None:
-    """Train every variant, and register the one with the best held-out score if it became better.
+    """Train every variant, and register the one with the best held-out score if it improved.
 
     Args:
-        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, and then
-            one of the overrides is store.endpoint=http://HOST:PORT.
-        variants: one a line, each with its own overrides and spaces between them, such as
+        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, with
+            store.endpoint=http://HOST:PORT in the overrides.
+        variants: one a line, each with its overrides separated by spaces, such as
             trainer.learning_rate=1e-5 seed=3; or in one line [VARIANT, VARIANT].
-        overrides: settings instead of those in `config`, KEY.PATH=VALUE, one a line, or in one line
+        overrides: settings that replace those in `config`, KEY.PATH=VALUE, one a line, or in one line
             [KEY.PATH=VALUE, KEY.PATH=VALUE].
-        run_name: a run to go on with. Empty starts a new one, called after the settings and this KFP run.
+        run_name: a run to resume. Empty starts a new run, named after the settings and this KFP run.
         gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
         engines: vLLM engines. 0: as in `config`.
         ranks: trainer processes, one GPU each. 0: as in `config`.
         image: image of the Ray pods, with a tag. Empty: as in `config`.
-        gpu_hours: budget; when it is used up the run ends with a checkpoint and a model. 0: as in `config`.
+        gpu_hours: budget, at whose end the run stops with a checkpoint and a model. 0: as in `config`.
         store_secret: secret with access_key and secret_key of the object store.
         steps_image: image of the pipeline's own steps, with a tag.
     """

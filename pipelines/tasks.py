@@ -1,30 +1,30 @@
-"""What makes a component a task of a pipeline: never cached, and on Kubernetes a small pod with what it may use."""
+"""The pods of the pipeline steps: never cached, small, and with the secrets that they need."""
 
 from dataclasses import dataclass
 
 from kfp import dsl, kubernetes
 
 KEYS = {"access_key": "TIDEMILL_S3_ACCESS_KEY", "secret_key": "TIDEMILL_S3_SECRET_KEY"}
-"""Keys of the store's secret, and the environment variables that they become."""
+"""Keys of the store's secret, and the environment variables for them."""
 LOGIN = "tidemill-mlflow-login"
-"""Secret with a name and a password for MLflow, where it asks for them; it need not be there."""
+"""Optional secret with the user name and password of MLflow."""
 ACCOUNT = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
-"""Keys of that secret, and the environment variables that MLflow's client reads."""
+"""Keys of that secret, which are also the environment variables of MLflow's client."""
 LABELS = {"TIDEMILL_WORKFLOW": "workflows.argoproj.io/workflow", "TIDEMILL_KFP_RUN": "pipeline/runid"}
-"""Environment variables, and the labels that KFP puts on a pod: what owns the run's cluster, and whose run it is."""
+"""Environment variables, and KFP's pod labels for them: the owner of the run's cluster, and the KFP run."""
 USER = 1000
 HOUR = 3600
 LONGEST = 8 * 24 * HOUR
-"""Seconds of the step that watches a training: a day more than `kubernetes.max_hours` by default."""
+"""Seconds of the training step: a day more than the default of `kubernetes.max_hours`."""
 KEPT = 3 * 24 * HOUR
-"""Seconds that a finished workflow, and whatever it owns, stays in the cluster; KFP keeps its own record."""
+"""Seconds that a finished workflow and what it owns stay in the cluster; KFP keeps its own record."""
 MEMORY = "2Gi"
 RETRIES, BACKOFF, FACTOR, LONGEST_BACKOFF = 3, "5s", 4.0, "300s"
 
 
 @dataclass(frozen=True)
 class Pod:
-    """What the pods of a pipeline's steps have in common.
+    """The pods of a pipeline's steps.
 
     Attributes:
         image: of the steps.
@@ -35,11 +35,11 @@ class Pod:
     store_secret: str
 
     def task(self, task: dsl.PipelineTask, seconds: int = HOUR) -> dsl.PipelineTask:
-        """The task, run every time, for at most so many seconds."""
+        """The task with a pod, a time limit in seconds, and no cache."""
         task.set_caching_options(False)
         task.set_container_image(self.image)
         task.set_cpu_request("250m").set_memory_request(MEMORY).set_memory_limit(MEMORY)
-        # Without its secret a pod would wait for an hour and say nothing; optional, its step says what is missing.
+        # A pod waits silently for a required secret; with an optional one its step reports what is missing.
         kubernetes.use_secret_as_env(task, secret_name=self.store_secret, secret_key_to_env=KEYS, optional=True)
         kubernetes.use_secret_as_env(
             task, secret_name=LOGIN, secret_key_to_env={name: name for name in ACCOUNT}, optional=True
@@ -53,7 +53,7 @@ class Pod:
         return task
 
     def retryable(self, task: dsl.PipelineTask, seconds: int = HOUR) -> dsl.PipelineTask:
-        """The task, tried again after a failure: it finds what the try before left and goes on from there."""
+        """The same for a task that is retried after a failure, because it continues from what the last try left."""
         return self.task(task, seconds).set_retry(
             num_retries=RETRIES, backoff_duration=BACKOFF, backoff_factor=FACTOR, backoff_max_duration=LONGEST_BACKOFF
         )

@@ -1,4 +1,4 @@
-"""The part that all pipelines share: provision ─► train ─► evaluate."""
+"""The steps that all pipelines share: provision ─► train ─► evaluate."""
 
 from kfp.dsl.pipeline_channel import PipelineChannel
 from tidemill_components.evaluate import evaluate
@@ -8,11 +8,11 @@ from tidemill_pipelines.tasks import LONGEST, Pod
 
 
 def training_steps(pod: Pod, settings: PipelineChannel) -> tuple[PipelineChannel, PipelineChannel]:
-    """From checked settings to what training and evaluation return.
+    """Adds the steps of one run; returns the results of `train` and `evaluate`.
 
     Args:
         pod: of the steps.
-        settings: of one run, as YAML text.
+        settings: of the run, as YAML text.
     """
     provisioned = pod.retryable(provision(config=settings)).outputs["Output"]
     summary = pod.retryable(train(config=settings, provisioned=provisioned), LONGEST).outputs["Output"]

@@ -14,7 +14,7 @@ from tidemill.config.reading import load_config
 from tidemill.config.run import RunConfig
 from tidemill.tracking.mlflow_server import make_client
 
-pytest_plugins = ["store_rig", "kuberay_rig"]
+pytest_plugins = ["store_rig", "kuberay_rig", "trained_rig"]
 ROOT = Path(__file__).parents[1]
 
 # How long an example takes, or to draw one, depends on how busy the machine is.

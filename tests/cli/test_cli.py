@@ -15,8 +15,8 @@ from tidemill.cli.local import free_port, output_override
 from tidemill.cli.main import main
 from tidemill.config.reading import load_config
 from tidemill.errors import ConfigError
-from tidemill.local.run_folder import begin
 from tidemill.observe.events import Activity, EventLog
+from tidemill.steps.run_folder import prepare_folder
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/addition.yaml")
@@ -83,7 +83,7 @@ def test_run_of_this_machine_is_not_looked_for_on_a_cluster(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    begin(load_config(EXAMPLE, ["name=addition-1", "output=runs"]))
+    prepare_folder(load_config(EXAMPLE, ["name=addition-1", "output=runs"]))
     assert main([name, "addition-1"]) == 2
     error = capsys.readouterr().err
     assert "RUN = 'addition-1': allowed is a run on Kubernetes. runs/addition-1 is a run of this machine" in error

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tidemill.cluster.local import LocalCluster, not_joined, ray_session, weights_folder
+from tidemill.cluster.local import not_joined, ray_session, start_services, stop_services, weights_folder
 from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
 from tidemill.driver.run import peak_memory
@@ -19,7 +19,7 @@ from tidemill.store.server import store_folder
 SESSION = """
 import os, signal, sys
 import psutil, ray
-from tidemill.cluster.local import ray_session
+from tidemill.cluster.local import ray_session, start_services, stop_services
 from tidemill.config.reading import load_config
 
 config = load_config(sys.argv[1], [])
@@ -38,15 +38,14 @@ print(len(left) > 3, [process for process in left if process.is_running()])
 
 
 def test_store_stays_up_between_provision_and_teardown_and_both_may_be_repeated(addition: RunConfig) -> None:
-    cluster = LocalCluster(addition)
     try:
-        endpoint = cluster.provision()
-        assert cluster.provision() == endpoint
+        endpoint = start_services(addition)
+        assert start_services(addition) == endpoint
         server = find_server(store_folder(addition.output))
         assert server is not None and server.endpoint == endpoint
     finally:
-        cluster.teardown()
-    cluster.teardown()
+        stop_services(addition)
+    stop_services(addition)
     assert not psutil.pid_exists(server.pid)
 
 
@@ -54,7 +53,7 @@ def test_teardown_frees_the_memory_of_weights_that_a_killed_process_left(additio
     folder = weights_folder(addition)
     folder.mkdir(parents=True)
     (folder / "version-3.safetensors").write_bytes(b"weights")
-    LocalCluster(addition).teardown()
+    stop_services(addition)
     assert not folder.exists()
 
 
@@ -62,7 +61,7 @@ def test_store_that_does_not_answer_is_refused(addition: RunConfig, monkeypatch:
     monkeypatch.setenv("TIDEMILL_S3_ACCESS_KEY", "a")
     monkeypatch.setenv("TIDEMILL_S3_SECRET_KEY", "b")
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
-        LocalCluster(parse_config(addition.to_yaml(), ["store.endpoint=http://127.0.0.1:1"])).provision()
+        start_services(parse_config(addition.to_yaml(), ["store.endpoint=http://127.0.0.1:1"]))
 
 
 def test_existing_cluster_needs_its_address(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_success_forgets_the_failure_of_an_earlier_try(tmp_path: Path) -> None:
 
 def test_broken_record_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"step": "train"}')
-    with pytest.raises(DataError, match=r"failure\.json is not the record of a failure"):
+    with pytest.raises(DataError, match=r"failure\.json is not a failure record"):
         Failure.read(tmp_path)
 
 

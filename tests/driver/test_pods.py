@@ -246,8 +246,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 def test_head_that_is_told_to_end_commits_and_leaves_the_rest_to_another_attempt(trained: Trained) -> None:
     failure = Failure.from_json(trained.store.get_bytes(Attempt("pods", 1).failure).decode(), "first")
     assert (trained.first_status, failure.retryable) == (FAILED, True)
-    done = re.fullmatch(f"{TERMINATED}; (s3://.*) holds what was trained, ([0-9]+) steps", failure.message)
-    assert done is not None and 1 <= int(done[2]) < STEPS
+    done = re.fullmatch(f"{TERMINATED} after ([0-9]+) steps; the checkpoint is (s3://.*)", failure.message)
+    assert done is not None and 1 <= int(done[1]) < STEPS
     assert not trained.store.exists(Attempt("pods", 1).summary)
 
 

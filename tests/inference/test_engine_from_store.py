@@ -13,7 +13,7 @@ from tiny_model import make_tiny_model
 
 from tidemill.actors.engine import EngineActor
 from tidemill.actors.ranks import RankActor
-from tidemill.cluster.local import LocalCluster, weights_folder
+from tidemill.cluster.local import stop_services, weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.records import Float32Array, Int32Array
 from tidemill.store.server import open_store
@@ -82,5 +82,5 @@ async def test_an_engine_computes_what_was_published_through_the_store(tmp_path:
         publisher.close()
         assert store.list(weights_prefix(run.name)) == ()
     assert not list(weights_folder(run).rglob("*.safetensors"))
-    LocalCluster(run).teardown()
+    stop_services(run)
     assert not weights_folder(run).exists()

@@ -39,7 +39,7 @@ def test_run_of_the_form_tries_again_registers_reports_and_links(rig: Rig) -> No
     final = Summary.from_json(rig.output("register", "Output"))
     assert (final.held_out_after, final.model_version) == (0.8, "tiny/1")
     page = rig.output("register", "page")
-    assert "<polyline" in page and "0.250 &rarr; 0.800" in page and "tiny-9" in page
+    assert "<svg" in page and "0.250 &rarr; 0.800" in page and "tiny-9" in page
     assert json.loads(rig.output("register", "model"))["uri"] == final.model_uri
     assert "# Run tiny-9" in rig.output("validate", "links")
     assert not rig.store_is_up

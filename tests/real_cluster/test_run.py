@@ -82,7 +82,7 @@ def test_a_lost_part_starts_an_attempt_that_continues(
         run.admin.delete(kind, victim(run))
         summary = watched.result(480)
     assert summary.steps == 12
-    assert "attempt 1 failed, 1 more: the driver was told to end; s3://" in run.output.getvalue()
+    assert "attempt 1 failed, 1 more: the driver was terminated after " in run.output.getvalue()
     steps = steps_of(run)
     assert steps == sorted(set(steps))  # attempt 2 continued from the commit
     assert steps[-1] == 12

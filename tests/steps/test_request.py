@@ -155,5 +155,5 @@ def test_field_that_makes_no_sense_is_refused(addition: RunConfig, field: str, v
 
 def test_file_in_the_store_that_is_no_text_is_refused(store: ObjectStore) -> None:
     store.put_bytes("settings/run.yaml", b"\xff\xfe")
-    with pytest.raises(ConfigError, match="a file of text in UTF-8"):
+    with pytest.raises(ConfigError, match="a text file in UTF-8"):
         Request(store.uri("settings/run.yaml"), f"store.endpoint={store.endpoint}").settings()

@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, StoreError
-from tidemill.steps.preflight import check_tracking
+from tidemill.steps.validate import check_tracking
 from tidemill.tracking.mlflow_server import await_server
 
 
@@ -68,7 +68,10 @@ def test_a_server_that_answers_or_refuses_is_not_waited_for(addition: RunConfig,
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_server_that_does_not_know_the_account_is_refused_before_anything_starts(status: int) -> None:
-    with answering([status]) as uri, pytest.raises(ConfigError, match=r"lets us in.*MLFLOW_TRACKING_PASSWORD; pods"):
+    with (
+        answering([status]) as uri,
+        pytest.raises(ConfigError, match=r"accepts our credentials.*MLFLOW_TRACKING_PASSWORD; pods"),
+    ):
         check_tracking(uri)
 
 

@@ -59,15 +59,15 @@ def run(
     from rich.console import Console
 
     from tidemill.config.reading import load_config
-    from tidemill.local.launch import go_on, start
-    from tidemill.local.run_folder import earlier
+    from tidemill.local.launch import resume_run, start_run
+    from tidemill.steps.run_folder import existing_run
 
     require("kfp")
     if resume:
-        config = earlier(resume, Path(output or "runs"), resumed_overrides(file, overrides, resume))
-        return go_on(config, Console())
+        config = existing_run(resume, Path(output or "runs"), resumed_overrides(file, overrides, resume))
+        return resume_run(config, Console())
     if file:
-        return start(load_config(file, [*overrides, *output_override(output, overrides)]), Console())
+        return start_run(load_config(file, [*overrides, *output_override(output, overrides)]), Console())
     raise ConfigError("file", None, "a run file, or --resume NAME", "For example: tidemill run examples/addition.yaml")
 
 
@@ -109,7 +109,7 @@ def check(file: RunFile, overrides: Settings = []) -> int:
     """
     from tidemill.config.reading import load_config
     from tidemill.config.validation import notices
-    from tidemill.steps.steps import checked
+    from tidemill.steps.validate import check_run
 
     import_from_working_directory()
     config = load_config(file, overrides)
@@ -117,7 +117,7 @@ def check(file: RunFile, overrides: Settings = []) -> int:
         allowed = "local or existing: this command checks this machine, not a cluster"
         fix = f"`tidemill submit {file} --dry-run` checks a run for a cluster."
         raise ConfigError("cluster.provider", config.cluster.provider, allowed, fix)
-    checked(config)
+    check_run(config)
     for text in notices(config):
         print(f"{file}: {text}")
     print(f"{file}: no errors; the run can start")
@@ -138,11 +138,11 @@ def train(context: typer.Context, file: RunFile, overrides: Settings = []) -> in
     import_from_working_directory()
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
     config = load_config(file, [*provider, *overrides])
-    from tidemill.local.attendance import attend
+    from tidemill.local.foreground import train_in_foreground
     from tidemill.models.locate import pin_model
     from tidemill.steps.provider import train_here
 
-    return attend(pin_model(config), partial(train_here, score_last=True), debug=context.obj)
+    return train_in_foreground(pin_model(config), partial(train_here, score_last=True), debug=context.obj)
 
 
 def evaluate(context: typer.Context, file: RunFile, overrides: Settings = []) -> int:
@@ -156,8 +156,8 @@ def evaluate(context: typer.Context, file: RunFile, overrides: Settings = []) ->
     """
     from tidemill.config.reading import load_config
     from tidemill.observe.text import counted
-    from tidemill.steps.preflight import check_inputs, check_model
     from tidemill.steps.provider import score
+    from tidemill.steps.validate import check_inputs, check_model
 
     import_from_working_directory()
     config = load_config(file, overrides)
@@ -350,7 +350,7 @@ def ui(
     """
     from rich.console import Console
 
-    from tidemill.local.mlflow_pages import serve
+    from tidemill.local.mlflow_ui import serve
 
     database = registry_of(Path(output).resolve())
     return serve(database, free_port(port), Console(), debug=context.obj)

@@ -20,15 +20,15 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, StoreError
 from tidemill.kuberay.manifest import manifests
 from tidemill.rollout.sources import load_rows
-from tidemill.steps.request import MARK, Request, entries, mark
-from tidemill.steps.sweep import variants
+from tidemill.steps.request import RUN_ID_LENGTH, Request, entries, short_id
+from tidemill.steps.sweep import variant_configs
 from tidemill.store.inputs import local_files, upload_prompts
 
 ENDPOINT = "KF_PIPELINES_ENDPOINT"
 OUTPUT = "/tmp/tidemill"
 """Folder of the run in the pod of a step; what must survive the pod goes to the store."""
 SHOWN_TIMES = 3
-ANY_RUN = "0" * MARK
+ANY_RUN = "0" * RUN_ID_LENGTH
 """Takes the place of the KFP run's id, to check that a run's name has room for it."""
 STORED = ("/", ".jsonl", ".parquet")
 """How a folder or a file of prompts in the store ends."""
@@ -84,7 +84,7 @@ def submit(file: str, overrides: list[str], options: Options, *, resume: str | N
     job = job_of(config, options, parameters, resume or config.name)
     with options.connected() as kfp:
         created = kfp.run(job)
-    run = resume or f"{config.name}-{mark(created.id)}"
+    run = resume or f"{config.name}-{short_id(created.id)}"
     hint = commands_for(run, parameters.get("variants"))
     print(f"run {run}: {created.page}\n{hint}", flush=True)
     if not wait:
@@ -222,7 +222,7 @@ def parameters_of(config: RunConfig, options: Options, resume: str | None = None
     parameters = {name: value for name, value in given.items() if value is not None}
     request = Request(parameters["config"], run_name=resume or "", kfp_run=ANY_RUN)
     if "variants" in parameters:
-        list(variants(request, parameters["variants"]))
+        list(variant_configs(request, parameters["variants"]))
     else:
         request.settings()
     return parameters

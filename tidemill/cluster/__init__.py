@@ -1,1 +1,1 @@
-"""Where the Ray cluster of a run comes from."""
+"""The Ray cluster, services and processes of a run on one machine."""

@@ -1,4 +1,4 @@
-"""What a run on this machine stands on: its Ray, the embedded S3 server, and memory that outlives a process."""
+"""The services of a run on this machine: its Ray, the embedded S3 server, and shared memory for weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.config.run import RunConfig
@@ -22,36 +21,31 @@ AUTH_MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 512 * 2**20  # groups are small; weights travel beside Ray
 
 
-@dataclass(frozen=True, slots=True)
-class LocalCluster:
-    """Services of a run on this machine, besides Ray, which ends with the process that trains."""
+def start_services(config: RunConfig) -> str:
+    """Start the embedded store if it is used, and connect to the store; returns its endpoint. May be repeated.
 
-    config: RunConfig
+    Raises:
+        StoreError: the store does not start or cannot be reached.
+    """
+    if config.store.endpoint == "embedded":
+        start_server(store_folder(config.output))
+    with open_store(config.store, config.output) as store:
+        return store.endpoint
 
-    def provision(self) -> str:
-        """Start the embedded store if it is used, and reach the store; returns its endpoint. May be called again.
 
-        Raises:
-            StoreError: the store does not start or cannot be reached.
-        """
-        if self.config.store.endpoint == "embedded":
-            start_server(store_folder(self.config.output))
-        with open_store(self.config.store, self.config.output) as store:
-            return store.endpoint
-
-    def teardown(self) -> None:
-        """Stop the embedded store and free the memory of weights that a killed process left. May be called again."""
-        if self.config.store.endpoint == "embedded":
-            stop_server(store_folder(self.config.output))
-        folder = weights_folder(self.config)
-        if folder.exists():
-            shutil.rmtree(folder)
+def stop_services(config: RunConfig) -> None:
+    """Stop the embedded store and free the shared memory that a killed process left. May be repeated."""
+    if config.store.endpoint == "embedded":
+        stop_server(store_folder(config.output))
+    folder = weights_folder(config)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def weights_folder(config: RunConfig) -> Path:
-    """Where the weights of a new version pass to the engines: in memory, or on disk where there is no /dev/shm.
+    """The folder through which engines get new weights: in shared memory, or on disk where /dev/shm does not exist.
 
-    Runs below different output folders may have the same name and must not meet there.
+    The name has a digest of the output folder, because runs below different folders may have the same name.
     """
     memory, digest = Path("/dev/shm"), hashlib.sha256(str(config.output.resolve()).encode()).hexdigest()
     return memory / f"tidemill-{config.name}-{digest[:8]}" if memory.is_dir() else config.folder / "weights"
@@ -59,22 +53,22 @@ def weights_folder(config: RunConfig) -> Path:
 
 @contextmanager
 def ray_session(config: RunConfig) -> Iterator[None]:
-    """Ray for the time of the body: started here for `local`, else joined at RAY_ADDRESS, which Ray sets for its jobs.
+    """Ray within the body: a new one for `local`, else the one at RAY_ADDRESS, which Ray sets for its jobs.
 
-    Who listens to SIGTERM goes on listening.
+    The SIGTERM handler of this process stays in place.
 
     Raises:
-        ConfigError: no RAY_ADDRESS to join.
-        RunError: Ray does not start, or nobody answers at RAY_ADDRESS.
+        ConfigError: RAY_ADDRESS is not set.
+        RunError: Ray does not start, or no Ray answers at RAY_ADDRESS.
     """
-    import ray  # inside, for the steps of a pipeline whose image is without it
+    import ray  # not at module level: the image of the pipeline steps has no Ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # What an actor leaves behind that is killed, such as the core of a vLLM engine, must not keep its GPU.
+    # Child processes of a killed actor, such as the core of a vLLM engine, must not keep its GPU.
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "true")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        with own_sigterm():
+        with keep_sigterm_handler():
             if config.cluster.provider == "local":
                 start_ray(config)
             else:
@@ -85,8 +79,8 @@ def ray_session(config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def own_sigterm() -> Iterator[None]:
-    """Keep the handler of SIGTERM that this process has, if any: Ray puts one in its place that exits at once."""
+def keep_sigterm_handler() -> Iterator[None]:
+    """Keep the SIGTERM handler of this process, if any, which Ray replaces with one that exits at once."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -96,7 +90,7 @@ def own_sigterm() -> Iterator[None]:
 
 
 def cluster_resources() -> dict[str, float]:
-    """What the Ray cluster that we are connected to has: `CPU`, `GPU`, `memory`, ..."""
+    """Total resources of the connected Ray cluster: `CPU`, `GPU`, `memory`, ..."""
     import ray
 
     resources: dict[str, float] = ray.cluster_resources()
@@ -104,7 +98,7 @@ def cluster_resources() -> dict[str, float]:
 
 
 def start_ray(config: RunConfig) -> None:
-    """Start a Ray of our own; it ends with this process."""
+    """Start Ray on this machine; it ends with this process."""
     import ray
 
     try:
@@ -125,7 +119,7 @@ def join_ray(provider: str) -> None:
 
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        fix = "Set RAY_ADDRESS, or choose local."
+        fix = "Set RAY_ADDRESS, or use local."
         raise ConfigError("cluster.provider", provider, f"{provider} with RAY_ADDRESS set", fix)
     probe(address)
     try:
@@ -135,16 +129,16 @@ def join_ray(provider: str) -> None:
 
 
 def not_joined(address: str, error: Exception) -> RunError:
-    """Why there is no way into the cluster at an address; Ray itself does not tell that a token was missing."""
+    """The error of a failed connection; Ray itself does not report a missing token."""
     fix = "" if AUTH_MODE in os.environ else f". If it asks for a token, set {AUTH_MODE}=token"
     return RunError(f"no Ray answers at RAY_ADDRESS = {address}: {error}{fix}")
 
 
 def probe(address: str) -> None:
-    """Knock at `HOST:PORT`: Ray itself would try for many minutes. Other forms, such as `ray://`, are left to Ray.
+    """Connect to `HOST:PORT`, because Ray itself retries for many minutes. `ray://` addresses are not checked.
 
     Raises:
-        RunError: nobody answers.
+        RunError: no server answers.
     """
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdecimal():

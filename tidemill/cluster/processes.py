@@ -1,16 +1,22 @@
-"""The processes that a run leaves behind, and how they end.
+"""The processes of a run: the signals that stop it, the lock that they hold, and how all of them end.
 
-The KFP local runner, Ray and vLLM start processes of their own, some in other sessions, and the KFP local runner leaves
-its step alone on a signal. So the launcher becomes the reaper of its descendants: whoever loses its parent is then its
-child again, and a walk over its children finds every process of the run and no other.
+The KFP local runner, Ray and vLLM start processes, some in other sessions, and the KFP local runner does not pass a
+signal to its step. So the launcher becomes the reaper of its descendants: a process that loses its parent becomes its
+child, and a walk over the children of the launcher finds every process of the run and no other.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -18,6 +24,80 @@ from tidemill.errors import RunError
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OTHER_FOLDER = "Set another folder with output=..."
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within the body SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
+
+    Only the first signal counts: a second one could end the cleanup before it starts, or the exit after it.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        before.clear()
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Within the body, which must be bounded in time, the signals that stop a run are ignored."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[int]:
+    """Hold a lock file; yields its descriptor.
+
+    A process that inherits the descriptor keeps the lock until it ends, which `filelock` does not offer.
+
+    Args:
+        path: of the file, which is created.
+        refusal: makes the error message from the text that the holder wrote with `write_owner`.
+
+    Raises:
+        RunError: another process holds the lock, or the folder cannot be made or written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot make {path.parent}: {error}. {OTHER_FOLDER}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunError(refusal(file.read().strip())) from None
+        yield file.fileno()
+
+
+def write_owner(lock: int, text: str) -> None:
+    """Write into a lock file who holds it.
+
+    Raises:
+        RunError: it cannot be written, for example because the disk is full.
+    """
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, text.encode(), 0)
+    except OSError as error:
+        raise RunError(f"cannot write a lock file in the folder of runs: {error}. {OTHER_FOLDER}") from error
 
 
 def adopt_orphans() -> None:
@@ -34,12 +114,12 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Every living process below this one."""
+    """Every living descendant of this process."""
     return [process for process in psutil.Process().children(recursive=True) if is_alive(process)]
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; one that waits to be collected does not."""
+    """Whether it runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -47,7 +127,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def collect_orphans(own: int | None = None) -> None:
-    """Collect adopted processes that have ended, so that whoever waits for one sees it go; `own` is left alone."""
+    """Reap adopted processes that have ended, so that a process that waits for their end sees it; `own` is skipped."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -59,16 +139,16 @@ def collect_orphans(own: int | None = None) -> None:
 
 
 def end_descendants(grace_s: float, spare: int | None = None) -> int:
-    """Ask every descendant to end, and kill those that have not after `grace_s`; returns how many there were.
+    """Terminate every descendant, and kill those still alive after `grace_s`; returns their number.
 
-    The walk is repeated until it finds none, because a process may start another while it is asked.
+    The walk is repeated until it finds none, because a process may start another one before it ends.
 
     Args:
-        grace_s: seconds before the kill, and as long again before giving up.
-        spare: pid of a process that goes on.
+        grace_s: seconds before the kill, and again before giving up.
+        spare: pid of a process that is left running.
 
     Raises:
-        RunError: some are still there after the kill, for example in an uninterruptible read.
+        RunError: some survive the kill, for example in an uninterruptible read.
     """
     asked: set[psutil.Process] = set()
     deadline = time.monotonic() + grace_s
@@ -86,7 +166,7 @@ def end_descendants(grace_s: float, spare: int | None = None) -> int:
 
 
 def signal_process(process: psutil.Process, *, kill: bool) -> None:
-    """SIGKILL or SIGTERM, if it is still there."""
+    """Send SIGKILL or SIGTERM, if the process still exists."""
     try:
         process.kill() if kill else process.terminate()
     except psutil.NoSuchProcess:

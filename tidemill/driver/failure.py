@@ -1,6 +1,6 @@
-"""What is written down when a step of the pipeline fails, so that whoever started it can say why.
+"""The record of a failed pipeline step, from which the launcher and the watcher report why it failed.
 
-A step runs in a process of its own, below a runner that only tells success from failure.
+A step runs in its own process, and its runner reports no more than success or failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tidemill.errors import DataError, TidemillError, is_retryable
 
 FILE = "failure.json"
 PERMANENT_FAILURE = 2
-"""Exit status of a driver whose failure another attempt would only repeat."""
+"""Exit status of a driver whose failure every other attempt would repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Failure:
     """Why a step failed.
 
     Attributes:
-        step: its name.
-        error: the class of the exception.
-        message: its text.
-        expected: whether it is one of Tidemill's own errors, whose text says it all.
+        step: name of the step.
+        error: class of the exception.
+        message: text of the exception.
+        expected: whether it is a TidemillError, whose text is a complete message.
         retryable: whether another try may succeed.
-        origin: the traceback of the innermost error, such as the one of the worker that failed.
+        origin: traceback of the innermost cause, such as the error of a worker.
         trace: the whole traceback.
     """
 
@@ -43,7 +43,7 @@ class Failure:
 
     @classmethod
     def of(cls, step: str, error: BaseException) -> Failure:
-        """The record of an exception that is being handled."""
+        """The record of the exception that is being handled."""
         return cls(
             step=step,
             error=type(error).__name__,
@@ -55,23 +55,22 @@ class Failure:
         )
 
     def to_json(self) -> str:
-        """The text of the record."""
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str, where: object) -> Failure:
-        """Read what `to_json` made.
+        """Parse the result of `to_json`.
 
         Raises:
-            DataError: it is something else; `where` says in the message where it stood.
+            DataError: the text is something else; the message names its source, `where`.
         """
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
-            raise DataError(f"{where} is not the record of a failure: {error}") from error
+            raise DataError(f"{where} is not a failure record: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Leave the record in a run's folder; a reader sees all of it or nothing."""
+        """Write the record to a run's folder, atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{FILE}.partial"
         partial.write_text(self.to_json(), encoding="utf-8")
@@ -79,10 +78,10 @@ class Failure:
 
     @classmethod
     def read(cls, folder: Path) -> Failure | None:
-        """The record of a run's folder, if there is one.
+        """The record in a run's folder, or None.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: it cannot be parsed.
         """
         path = folder / FILE
         try:
@@ -92,12 +91,12 @@ class Failure:
 
     @staticmethod
     def clear(folder: Path) -> None:
-        """Remove the record: the step is tried again, or has succeeded."""
+        """Remove the record before the step is tried again."""
         (folder / FILE).unlink(missing_ok=True)
 
 
 def innermost(error: BaseException) -> BaseException:
-    """Where a chain of causes begins; an error of Ray there holds the traceback of the worker in its text."""
+    """The first cause of an error; the text of a Ray error contains the traceback of the worker."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -105,7 +104,7 @@ def innermost(error: BaseException) -> BaseException:
 
 @contextmanager
 def record_failure(step: str, folder: Path) -> Iterator[None]:
-    """Record the failure of the body, and nothing if it succeeds."""
+    """Write a record if the body fails."""
     Failure.clear(folder)
     try:
         yield

@@ -1,1 +1,1 @@
-"""A run on this machine, from the first line on the screen to the last process."""
+"""Runs on this machine: commands that start them, follow them and clean up."""

@@ -1,10 +1,10 @@
-"""`tidemill run`: the pipeline of one run on this machine, watched from start to end.
+"""`tidemill run`: the pipeline of one run on this machine, from start to cleanup.
 
     this process ─► runner (own session, output to log.txt) ─► a process for every step ─► Ray, engines, S3 server
          ▲                                                             │
          └──────────── events.jsonl, failure.json, summary.json ◄──────┘
 
-Whatever happens, also on Ctrl-C, no process of the run is left when this one ends.
+No process of the run outlives this one, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,100 +12,142 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from tidemill.cluster.processes import adopt_orphans, collect_orphans, end_descendants
+from tidemill.cluster.processes import (
+    adopt_orphans,
+    collect_orphans,
+    end_descendants,
+    interruptible,
+    signals_ignored,
+    write_owner,
+)
 from tidemill.config.run import RunConfig
 from tidemill.driver.failure import Failure
 from tidemill.errors import DataError, RunError
-from tidemill.local.interrupt import interruptible, undisturbed
-from tidemill.local.outcome import elsewhere, keep_ray_logs, program, report, say, say_interrupted, say_started
-from tidemill.local.run_folder import begin, exclusive, forget, fresh, holder
+from tidemill.local.messages import (
+    keep_ray_logs,
+    output_option,
+    print_interrupted,
+    print_line,
+    print_started,
+    program,
+    report_end,
+)
 from tidemill.models.locate import pin_model
-from tidemill.observe.console import show_events
-from tidemill.observe.events import past_events
-from tidemill.steps.lock import label
-from tidemill.steps.preflight import check_restart
-from tidemill.steps.settings_file import FILE
-from tidemill.steps.steps import teardown
+from tidemill.observe.console import showing_events
+from tidemill.steps.provider import provider_of
+from tidemill.steps.run_folder import CONFIG_FILE, clear_failure, new_run, output_lock, owner, prepare_folder
+from tidemill.steps.validate import check_restart
 from tidemill.store.inputs import upload_prompts
 from tidemill.store.seaweedfs import find_server
 from tidemill.store.server import store_folder
 from tidemill.tracking.mlflow_runs import end_killed_run
 
 RUNNER, PIPELINE = "tidemill_pipelines.local", "post_training"
+POLL_S = 0.2
 GRACE_S = 10.0
 INTERRUPTED = 130
 
 
-def start(config: RunConfig, console: Console) -> int:
-    """A new run of these settings; returns the exit status of the command."""
-    with exclusive(config.output, config.name) as lock:
-        named = fresh(pin_model(config))  # what the alias names now is what the run goes on with
+def start_run(config: RunConfig, console: Console) -> int:
+    """Start a new run of these settings; returns the exit status of the command."""
+    with output_lock(config.output, config.name) as lock:
+        named = new_run(pin_model(config))  # a resumed run uses the version that the alias names now
         if named.cluster.provider == "kuberay":
-            named = upload_prompts(named)  # pods see no file of this machine
-        label(lock, holder(named.name))
-        begin(named)
-        return launch(named, lock, console)
+            named = upload_prompts(named)  # pods cannot read files of this machine
+        write_owner(lock, owner(named.name))
+        prepare_folder(named)
+        return run_pipeline(named, lock, console)
 
 
-def go_on(config: RunConfig, console: Console) -> int:
-    """On with an earlier run; returns the exit status of the command.
+def resume_run(config: RunConfig, console: Console) -> int:
+    """Resume a run; returns the exit status of the command.
 
     Raises:
-        ConfigError: its checkpoints were made with other settings, or are not to be used.
+        ConfigError: its checkpoints were made with other settings, or must not be used.
     """
-    with exclusive(config.output, config.name) as lock:
-        check_restart(pin_model(config))  # before anything is started
-        forget(config)
-        return launch(config, lock, console)
+    with output_lock(config.output, config.name) as lock:
+        check_restart(pin_model(config))  # before anything starts
+        clear_failure(config)
+        return run_pipeline(config, lock, console)
 
 
-def launch(config: RunConfig, lock: int, console: Console) -> int:
-    """Run the pipeline and show how it goes; returns the exit status of the command."""
-    with scratch_folder() as scratch:
-        settings = proposed(config, scratch)
-        adopt_orphans()
-        say_started(config, console)
-        with interruptible():
-            return supervise(config, settings, scratch, lock, console)
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A temporary folder for all processes of the run, with a short name, because sockets are made in it."""
+def run_pipeline(config: RunConfig, lock: int, console: Console) -> int:
+    """Run the pipeline, show its events, clean up, and report; returns the exit status of the command."""
+    resume = f"{program()} run --resume {config.name}{output_option(config)}"
+    # Sockets are made in this folder, so its name is short.
     with TemporaryDirectory(prefix="tidemill-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+        scratch = Path(folder)
+        settings = write_proposed_settings(config, scratch)
+        adopt_orphans()
+        print_started(config, console)
+        with interruptible():
+            status = run_and_clean_up(config, settings, lock, console)
+            if status == INTERRUPTED:
+                print_interrupted(resume, console)
+                return INTERRUPTED
+            code = report_end(config, status, resume, console)
+            if status != 0:
+                keep_ray_logs(scratch, config.folder, console)
+            return code
 
 
-def proposed(config: RunConfig, scratch: Path) -> Path:
-    """A file of the settings for the runner; what a run that goes on had before stays until `validate` accepts them.
+def write_proposed_settings(config: RunConfig, scratch: Path) -> Path:
+    """Write the settings for the runner; those in the run's folder stay until `validate` accepts the new ones.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
-    settings = scratch / FILE
+    settings = scratch / CONFIG_FILE
     try:
         settings.write_text(config.to_yaml(), encoding="utf-8")
     except OSError as error:
-        raise RunError(f"cannot write to {scratch}: {error}. TMPDIR names another folder") from error
+        raise RunError(f"cannot write to {scratch}: {error}. Set another folder with TMPDIR") from error
     return settings
 
 
-def start_runner(config: RunConfig, settings: Path, scratch: Path, lock: int) -> subprocess.Popen[bytes]:
-    """Start the KFP local runner on the pipeline, apart from our terminal's signals."""
+def run_and_clean_up(config: RunConfig, settings: Path, lock: int, console: Console) -> int | None:
+    """Run the pipeline and end every process of it.
+
+    Returns:
+        The exit status of the runner; None if a step failed permanently, INTERRUPTED after a signal.
+    """
+    status = None
+    try:
+        status = follow_runner(config, settings, lock, console)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+        print_line("stopping the run ...", console)
+    finally:
+        with signals_ignored():
+            clean_up(config)
+            if status in (None, INTERRUPTED):  # None also while an error is raised, such as that of a closed terminal
+                end_killed_run(config)
+    return status
+
+
+def follow_runner(config: RunConfig, settings: Path, lock: int, console: Console) -> int | None:
+    """Start the runner and show events until it ends or a step fails permanently; returns its exit status, if any."""
+    with showing_events(config.folder / "events.jsonl", console) as shown:
+        runner = start_runner(config, settings, lock)
+        write_owner(lock, owner(config.name, runner.pid))  # the runner leads a session, and so a process group
+        while not (shown.done() or has_ended(runner, config.folder)):
+            time.sleep(POLL_S)
+    return runner.returncode
+
+
+def start_runner(config: RunConfig, settings: Path, lock: int) -> subprocess.Popen[bytes]:
+    """Start the KFP local runner in a session of its own, which gets no signals of the terminal."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
-        "TMPDIR": str(scratch),
-        "RAY_TMPDIR": str(scratch),
+        "TMPDIR": str(settings.parent),
+        "RAY_TMPDIR": str(settings.parent),
     }
     root = str(config.folder / "kfp")
     with (config.folder / "log.txt").open("ab") as log:
@@ -120,63 +162,21 @@ def start_runner(config: RunConfig, settings: Path, scratch: Path, lock: int) ->
         )
 
 
-def supervise(config: RunConfig, settings: Path, scratch: Path, lock: int, console: Console) -> int:
-    """Start the runner, watch it to its end, clean up, and report."""
-    status = None
-    resume = f"{program()} run --resume {config.name}{elsewhere(config)}"
+def has_ended(runner: subprocess.Popen[bytes], folder: Path) -> bool:
+    """Whether the runner has ended or a step has failed permanently; also reaps adopted processes."""
+    collect_orphans(runner.pid)
+    if runner.poll() is not None:
+        return True
     try:
-        events = config.folder / "events.jsonl"
-        earlier = sum(1 for _ in past_events(events))  # of a run that goes on
-        runner = start_runner(config, settings, scratch, lock)
-        label(lock, holder(config.name, runner.pid))  # it leads a session, and so a group
-        show_events(events, earlier, End(runner, config.folder), console)
-        status = runner.returncode
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-        say("stopping the run ...", console)
-    finally:
-        with undisturbed():
-            clean_up(config)
-            if status in (None, INTERRUPTED):  # None where the screen was lost, and with it what else there was to say
-                end_killed_run(config)
-    if status == INTERRUPTED:
-        say_interrupted(resume, console)
-        return INTERRUPTED
-    code = report(config, status, resume, console)
-    if status != 0:
-        keep_ray_logs(scratch, config.folder, console)
-    return code
-
-
-class End(threading.Event):
-    """Is set once there is nothing more to wait for; to look at it is to look after the processes."""
-
-    def __init__(self, runner: subprocess.Popen[bytes], folder: Path) -> None:
-        super().__init__()
-        self.runner, self.folder = runner, folder
-
-    def is_set(self) -> bool:
-        """Whether the runner has ended or a step has failed for good."""
-        collect_orphans(self.runner.pid)
-        return self.runner.poll() is not None or self.failed()
-
-    def failed(self) -> bool:
-        """Whether a failure is recorded that no other try can mend; the report tells of a broken record."""
-        try:
-            failure = Failure.read(self.folder)
-        except (DataError, OSError):
-            return False
-        return failure is not None and not failure.retryable
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Look again after so many seconds."""
-        time.sleep(timeout or 0.0)
-        return self.is_set()
+        failure = Failure.read(folder)
+    except (DataError, OSError):
+        return False  # `report_end` describes an unreadable record
+    return failure is not None and not failure.retryable
 
 
 def clean_up(config: RunConfig) -> None:
-    """End every process of the run: the server last and in order, so that it leaves nothing behind either."""
+    """End every process of the run; the S3 server is stopped after the others, and in order."""
     server = find_server(store_folder(config.output))
     end_descendants(GRACE_S, spare=server.pid if server else None)
-    teardown(config.to_yaml())
+    provider_of(config).teardown()
     end_descendants(GRACE_S)

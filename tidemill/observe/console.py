@@ -7,7 +7,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -16,7 +18,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from tidemill.observe.events import EvaluationFinished, Event, Notice, PhaseFailed, PhaseStarted, StepFinished, follow
+from tidemill.observe.events import (
+    EvaluationFinished,
+    Event,
+    Notice,
+    PhaseFailed,
+    PhaseStarted,
+    StepFinished,
+    follow,
+    past_events,
+)
 from tidemill.observe.text import counted, duration, printable
 
 HEADER = "     step  reward  held-out  age  queue  idle train/rollout   tokens/s      left"
@@ -129,12 +140,32 @@ class Progress:
         self.console.print(text, soft_wrap=True)
 
 
-def show_events(path: Path, earlier: int, stop: threading.Event, console: Console) -> None:
-    """Show the events of a log as they arrive, until `stop`; skip the first `earlier` ones, of a previous attempt."""
-    with Progress(console) as progress:
-        for number, event in enumerate(follow(path, stop)):
-            if number >= earlier:
+@contextmanager
+def showing_events(path: Path, console: Console, *, new_only: bool = True) -> Iterator[Future[None]]:
+    """Within the body another thread shows the events of a log as they are written.
+
+    Args:
+        path: of the log.
+        console: where to show them.
+        new_only: whether to skip the events that the log has already.
+
+    Yields:
+        A future that is done within the body only if the thread failed; the end of the body raises its error.
+    """
+    earlier, stop = sum(1 for _ in past_events(path)) if new_only else 0, threading.Event()
+
+    def show() -> None:
+        with Progress(console) as progress:
+            for event in islice(follow(path, stop), earlier, None):
                 progress.handle(event)
+
+    with ThreadPoolExecutor(1) as threads:
+        shown = threads.submit(show)
+        try:
+            yield shown
+        finally:
+            stop.set()
+            shown.result()
 
 
 def step_line(event: StepFinished, held_out: float | None, left: str) -> str:

@@ -1,1 +1,1 @@
-"""What the steps of the pipelines do."""
+"""The steps of the pipelines: what each component calls."""

@@ -1,8 +1,10 @@
-"""Where a run takes place, and what the steps of the pipeline ask of that place."""
+"""Where a run takes place: what the pipeline steps need from `cluster.provider`, and how this machine provides it."""
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,28 +12,40 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from tidemill.cluster.local import LocalCluster
+import psutil
+from safetensors import safe_open
+
+from tidemill.cluster.local import start_services, stop_services
+from tidemill.cluster.processes import locked, write_owner
 from tidemill.config.run import RunConfig
+from tidemill.errors import ConfigError, RunError
 from tidemill.models.locate import Locator, fetch_model
 from tidemill.observe.events import EventLog
 from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation
-from tidemill.steps.lock import held, label
-from tidemill.steps.preflight import check_cluster, check_room, count_weights
 from tidemill.store.checkpoint import remove_partial_transfers
 from tidemill.store.lease import Claim, leased, next_claim
 from tidemill.store.server import open_store
 
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+RAY_OBJECT_STORE = GIB // 2
+PROCESS = 3 * GIB // 2  # of a process that has imported torch and vLLM, without a model
+TRAINING_BYTES_PER_WEIGHT = 16  # fp32 weight, gradient and two moments of AdamW
+LOADED_BYTES_PER_WEIGHT = 4  # on every rank, until it frees the shards of other ranks
+CHECKPOINT_BYTES_PER_WEIGHT = 12
+EXPORTED_BYTES_PER_WEIGHT = 2
+
 
 class Provider(Protocol):
-    """One of `cluster.provider`. All methods raise TidemillError."""
+    """One value of `cluster.provider`. All methods raise TidemillError."""
 
     def check(self) -> None:
-        """Refuse a run for which the place has no room, or nothing to run it on."""
+        """Refuse a run for which resources or access are missing."""
         ...
 
     def provision(self, log: EventLog) -> dict[str, Any]:
-        """Take what the run needs; what an earlier try took is used. Returns what `train` is told, a JSON value."""
+        """Start what the run needs, or find what an earlier try started; returns a JSON value for `train`."""
         ...
 
     def train(self, provisioned: Mapping[str, Any], log: EventLog) -> Summary:
@@ -39,60 +53,76 @@ class Provider(Protocol):
         ...
 
     def score(self, summary: Summary) -> Evaluation | None:
-        """What the exported model answers to the held-out prompts; None where it was not asked."""
+        """Score the exported model on the held-out prompts; None if there is no score."""
         ...
 
     def teardown(self) -> None:
-        """Give back what `provision` took; may be called again, and without it."""
+        """Release what `provision` started; may be repeated, and called without `provision`."""
         ...
 
 
+def provider_of(config: RunConfig) -> Provider:
+    """The provider of a run."""
+    if config.cluster.provider == "kuberay":
+        from tidemill.kuberay.provider import KubernetesProvider
+
+        return KubernetesProvider(config)
+    return LocalProvider(config)
+
+
 @dataclass(frozen=True, slots=True)
-class MachineProvider:
-    """This machine, with a Ray of its own or the one at RAY_ADDRESS."""
+class LocalProvider:
+    """This machine, with its own Ray (`local`) or the one at RAY_ADDRESS (`existing`)."""
 
     config: RunConfig
 
     def check(self) -> None:
-        """See `Provider.check`."""
-        check_cluster(self.config)
-        check_room(self.config, weights=0)
+        if self.config.cluster.provider == "existing" and not os.environ.get("RAY_ADDRESS"):
+            allowed = "existing with RAY_ADDRESS set"
+            raise ConfigError("cluster.provider", "existing", allowed, "Set RAY_ADDRESS, or use local.")
+        check_capacity(self.config, weights=0)
 
     def provision(self, log: EventLog) -> dict[str, Any]:
-        """Start the embedded store and make the model ready."""
+        """Start the embedded store and fetch the model."""
         del log
-        endpoint = LocalCluster(self.config).provision()
+        endpoint = start_services(self.config)
         model = fetch_model(self.config)
-        check_room(self.config, count_weights(model.path))
+        check_capacity(self.config, count_weights(model.path))
         return {"store": endpoint, "model": str(model.path), "source": model.source}
 
     def train(self, provisioned: Mapping[str, Any], log: EventLog) -> Summary:
-        """Train in this process, which writes to the same log itself."""
+        """Train in this process, which writes to the same events itself."""
         del provisioned, log
         return train_here(self.config)
 
     def score(self, summary: Summary) -> Evaluation | None:
-        """Ask the exported model in an engine of its own."""
         return None if summary.model_uri is None else score(self.config, summary.model_uri)
 
     def teardown(self) -> None:
-        """See `Provider.teardown`."""
-        LocalCluster(self.config).teardown()
+        stop_services(self.config)
         remove_partial_transfers(self.config)
 
 
 def train_here(config: RunConfig, *, score_last: bool = False) -> Summary:
-    """Train in this process, as the only one of this machine; see `run.train`."""
+    """Train in this process, as the only training of the run; see `driver.run.train`."""
     from tidemill.driver.run import train
 
-    with sole_training(config), claimed(config) as claim:
+    with training_lock(config), claimed(config) as claim:
         return train(config, claim=claim, score_last=score_last)
+
+
+def score(config: RunConfig, model: str) -> Evaluation:
+    """Greedy answers of any model to the held-out prompts of a run, from an engine in this process."""
+    from tidemill.rollout.scoring import score_model
+
+    with TemporaryDirectory(prefix="tidemill-model-") as folder:
+        return score_model(config, Locator.of(config).fetch_model(model, Path(folder)).path)
 
 
 @contextmanager
 def claimed(config: RunConfig) -> Iterator[Claim | None]:
-    """Hold the run's lease in a store that other machines reach too: the training that began last goes on."""
-    if config.store.endpoint == "embedded":  # it lies below a folder that is locked
+    """Hold the run's lease in a store that other machines share; the newest training continues, older ones stop."""
+    if config.store.endpoint == "embedded":  # below a folder that is locked
         yield None
         return
     with open_store(config.store, config.output) as store:
@@ -102,33 +132,91 @@ def claimed(config: RunConfig) -> Iterator[Claim | None]:
 
 
 @contextmanager
-def sole_training(config: RunConfig) -> Iterator[None]:
-    """One training of a run at a time, also where all that had started the one before was killed, and it was not.
+def training_lock(config: RunConfig) -> Iterator[None]:
+    """Allow one training process of a run, also if only the launcher of an earlier one was killed.
 
     Raises:
         RunError: another process trains the run.
     """
 
-    def refusal(holder: str) -> str:
-        return f"process {holder} still trains {config.name}: wait for it, or end it, then resume the run"
+    def refusal(owner: str) -> str:
+        return f"process {owner} still trains {config.name}: wait for it, or end it, then resume the run"
 
-    with held(config.folder / "train.lock", refusal) as lock:
-        label(lock, str(os.getpid()))
+    with locked(config.folder / "train.lock", refusal) as lock:
+        write_owner(lock, str(os.getpid()))
         yield
 
 
-def provider_of(config: RunConfig) -> Provider:
-    """The place of a run."""
-    if config.cluster.provider == "kuberay":
-        from tidemill.kuberay.provider import KubernetesProvider
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Needed and free bytes of one kind of storage, and what to do if they do not suffice."""
 
-        return KubernetesProvider(config)
-    return MachineProvider(config)
+    what: str
+    needed: int
+    free: int
+    fix: str
 
 
-def score(config: RunConfig, model: str) -> Evaluation:
-    """Greedy answers of a model, wherever it lies, to the run's held-out prompts, from an engine in this process."""
-    from tidemill.rollout.scoring import score_model
+def check_capacity(config: RunConfig, weights: int) -> None:
+    """Refuse a run without enough memory or disk.
 
-    with TemporaryDirectory(prefix="tidemill-model-") as folder:
-        return score_model(config, Locator.of(config).fetch_model(model, Path(folder)).path)
+    Args:
+        config: of the run.
+        weights: parameters of the model; 0 checks the needs of any run.
+
+    Raises:
+        RunError: naming what is needed, what is free and what to do.
+    """
+    for capacity in capacities(config, weights):
+        if capacity.free < capacity.needed:
+            raise RunError(
+                f"not enough {capacity.what}: about {capacity.needed / GIB:.1f} GiB are needed and "
+                f"{capacity.free / GIB:.1f} GiB are free. {capacity.fix}"
+            )
+
+
+def capacities(config: RunConfig, weights: int) -> Iterator[Capacity]:
+    """Low estimates of what a run takes on this machine."""
+    ranks, engines, cache = config.trainer.ranks, config.rollout.engines, config.rollout.cpu_kv_cache_gib
+    checkpoints = (config.checkpoint.keep + 2) * CHECKPOINT_BYTES_PER_WEIGHT * weights
+    # The store holds two snapshots; memory holds the trainer's newest export, and the old and the new one of engines.
+    snapshots, copies = (2, 3) if config.sync.transport == "object_store" else (0, 2)
+    yield Capacity(
+        f"disk below {config.output}",
+        GIB + checkpoints + (3 + snapshots) * EXPORTED_BYTES_PER_WEIGHT * weights,
+        shutil.disk_usage(nearest_folder(config.output)).free,
+        "Free some, set another folder with output=..., or keep fewer checkpoints (checkpoint.keep).",
+    )
+    if config.cluster.provider != "local":
+        return
+    training = max(TRAINING_BYTES_PER_WEIGHT, ranks * LOADED_BYTES_PER_WEIGHT) * weights
+    engine = PROCESS + cache * GIB + EXPORTED_BYTES_PER_WEIGHT * weights
+    yield Capacity(
+        "memory",
+        ranks * PROCESS + training + engines * engine,
+        psutil.virtual_memory().available,
+        f"Close other programs, use a smaller model, or lower one of: rollout.engines = {engines}, "
+        f"rollout.cpu_kv_cache_gib = {cache} (of each engine), trainer.ranks = {ranks}.",
+    )
+    if SHARED_MEMORY.is_dir():
+        yield Capacity(
+            f"shared memory in {SHARED_MEMORY}",
+            RAY_OBJECT_STORE + copies * EXPORTED_BYTES_PER_WEIGHT * weights,
+            shutil.disk_usage(SHARED_MEMORY).free,
+            "In a container, start it with more, for example --shm-size=4g.",
+        )
+
+
+def count_weights(folder: Path) -> int:
+    """Parameters in the safetensors files of a model."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+    return total
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or its closest parent that exists."""
+    path = path.resolve()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())

@@ -1,6 +1,6 @@
-"""What a person asks of a pipeline: the settings of a run, and the few of them that are fields of KFP's form.
+"""The parameters of a pipeline: the settings of a run, and the few settings that are fields of KFP's form.
 
-KFP has no fields that may stay empty, so "" and 0 say that the settings decide.
+KFP has no optional fields, so "" and 0 leave a setting as it is.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError
 from tidemill.store.object_store import ObjectStore, credentials, parse_uri
 
-MARK = 8
+RUN_ID_LENGTH = 8
 """Characters of a KFP run's id in the name of a run."""
 ENDPOINT = "store.endpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The parameters that all pipelines have; "" and 0 leave a thing as the settings say.
+    """The parameters of all pipelines; "" and 0 leave a setting as it is.
 
     Attributes:
-        config: settings as YAML text, `s3://BUCKET/KEY` of such a file, or its path on this machine; a text of one line
-            is YAML or JSON too.
+        config: settings as YAML text (one line may be JSON), `s3://BUCKET/KEY` of such a file, or its path on this
+            machine.
         overrides: `KEY.PATH=VALUE`, see `entries`.
-        run_name: name of the run; one that exists is resumed. "" makes a new one from the settings' name and `kfp_run`.
+        run_name: name of the run; an existing run is resumed. "" makes a new name from the settings' name and
+            `kfp_run`.
         kfp_run: id of the KFP run.
         gpu_type, engines, ranks, image, gpu_hours: `kubernetes.gpu_type`, `rollout.engines`, `trainer.ranks`,
-            `kubernetes.image` and `kubernetes.gpu_hours`, before everything else.
+            `kubernetes.image` and `kubernetes.gpu_hours`; they override everything else.
     """
 
     config: str
@@ -45,23 +46,21 @@ class Request:
     gpu_hours: float = 0.0
 
     def settings(self, more: Sequence[str] = ()) -> RunConfig:
-        """The settings of the run, under the run's own name.
+        """The settings of the run, with the name of the run; all runs of a config share its registered model.
 
         Args:
-            more: overrides besides those that are asked for.
+            more: further overrides.
 
         Raises:
-            ConfigError: something in them is wrong.
-            StoreError: they lie in the store and cannot be read.
+            ConfigError: the settings or the name are invalid.
+            StoreError: settings in the store cannot be read.
         """
-        return named(self.read([*self.lines(), *more, *self.fields()]), self.run_name, self.kfp_run)
-
-    def lines(self) -> list[str]:
-        """The overrides that are written out."""
-        return entries("overrides", self.overrides)
+        config = self.read([*entries("overrides", self.overrides), *more, *self.fields()])
+        name = self.run_name or (f"{config.name}-{short_id(self.kfp_run)}" if self.kfp_run else config.name)
+        return config if name == config.name else renamed(config, name)
 
     def fields(self) -> Iterator[str]:
-        """The fields of the form that are filled in, as overrides. KFP sends whole numbers as floats."""
+        """The filled fields of the form, as overrides. KFP passes integers as floats."""
         if self.gpu_type:
             yield f"kubernetes.gpu_type={yaml_text(self.gpu_type)}"
         if self.engines:
@@ -74,27 +73,28 @@ class Request:
             yield f"kubernetes.gpu_hours={float(self.gpu_hours)}"
 
     def read(self, overrides: list[str]) -> RunConfig:
-        """The settings under the name that they have themselves."""
+        """The settings with the name in the config."""
         source = self.config.strip()
         if source.startswith("s3://") and "\n" not in source:
             return parse_config(stored_text(source, overrides), overrides)
         if source.endswith((".yaml", ".yml")) and "\n" not in source:
             return load_config(source, overrides)
         if "\n" not in source:
-            refuse_lost_lines(source)
+            check_one_line(source)
         return parse_config(self.config, overrides)
 
 
 def entries(name: str, text: str) -> list[str]:
-    """What a field of several entries says: one a line, or `[ENTRY, ENTRY]` as in YAML, because KFP's form has fields
-    of one line only and drops line breaks. Empty lines and those that begin with # say nothing.
+    """The entries of a field: one a line, or `[ENTRY, ENTRY]` as in YAML, because KFP's form drops line breaks.
+
+    Empty lines and lines that start with # are ignored.
 
     Args:
-        name: of the field.
-        text: what a person wrote.
+        name: of the field, for the error.
+        text: of the field.
 
     Raises:
-        ConfigError: it begins like a list and is none of texts.
+        ConfigError: it starts with [ and is not a list of strings.
     """
     if not text.lstrip().startswith("["):
         lines = (line.strip() for line in text.splitlines())
@@ -104,16 +104,16 @@ def entries(name: str, text: str) -> list[str]:
     except yaml.YAMLError:
         found = None
     if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
-        fix = 'Put an entry with a comma, a bracket or a brace of its own between quotes: ["KEY=[1, 2]", KEY=VALUE].'
+        fix = 'Quote an entry that has a comma, a bracket or a brace: ["KEY=[1, 2]", KEY=VALUE].'
         raise ConfigError(name, text, "one entry a line, or [ENTRY, ENTRY]", fix)
     return [entry.strip() for entry in found]
 
 
-def refuse_lost_lines(text: str) -> None:
-    """Say what became of a run file that was pasted into KFP's form.
+def check_one_line(text: str) -> None:
+    """Refuse a run file that lost its line breaks in KFP's form.
 
     Raises:
-        ConfigError: one line that is no mapping.
+        ConfigError: the line is not a mapping.
     """
     try:
         found = yaml.safe_load(text)
@@ -126,21 +126,21 @@ def refuse_lost_lines(text: str) -> None:
 
 
 def whole(number: float) -> float:
-    """A number without a fraction as an integer; another as it is, for the settings to refuse."""
+    """A whole number as an integer; other numbers are unchanged, and the settings refuse them."""
     return int(number) if float(number).is_integer() else number
 
 
 def yaml_text(value: str) -> str:
-    """A text as one YAML value."""
+    """A string as one YAML value."""
     return yaml.safe_dump(value, default_style='"', width=10**6).strip()
 
 
 def stored_text(uri: str, overrides: list[str]) -> str:
-    """A file of settings in the store, whose address cannot stand in the file itself.
+    """A file of settings in the store, whose endpoint must be an override.
 
     Raises:
-        ConfigError: no override says where the store is, or the file is no text.
-        StoreError: it cannot be read.
+        ConfigError: no override names the endpoint, or the file is not UTF-8.
+        StoreError: the file cannot be read.
     """
     endpoints = [value for key, _, value in (line.partition("=") for line in overrides) if key == ENDPOINT]
     if not endpoints:
@@ -151,26 +151,20 @@ def stored_text(uri: str, overrides: list[str]) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError("config", uri, "a file of text in UTF-8", f"{error}.") from error
-
-
-def named(config: RunConfig, run_name: str, kfp_run: str) -> RunConfig:
-    """The settings under the run's own name; models of all runs of these settings stand under the settings' name.
-
-    Raises:
-        ConfigError: the name becomes too long, or is none.
-    """
-    name = run_name or (f"{config.name}-{mark(kfp_run)}" if kfp_run else config.name)
-    return config if name == config.name else renamed(config, name)
+        raise ConfigError("config", uri, "a text file in UTF-8", f"{error}.") from error
 
 
 def renamed(config: RunConfig, name: str) -> RunConfig:
-    """The settings under another name, registering under the same model as before."""
+    """The settings with another name and the same registered model.
+
+    Raises:
+        ConfigError: the name is invalid or too long.
+    """
     tree = config.model_dump(mode="json") | {"name": name}
     tree["registry"]["model"] = config.registered_model
     return parse_config(yaml.safe_dump(tree))
 
 
-def mark(kfp_run: str) -> str:
-    """What of a KFP run's id stands in the name of its run."""
-    return "".join(letter for letter in kfp_run.lower() if letter.isalnum())[:MARK]
+def short_id(kfp_run: str) -> str:
+    """The part of a KFP run's id in the name of its run."""
+    return "".join(letter for letter in kfp_run.lower() if letter.isalnum())[:RUN_ID_LENGTH]

@@ -1,11 +1,10 @@
-"""`tidemill ui`: MLflow's server over a folder of runs, from its start to Ctrl-C, without its chatter."""
+"""`tidemill ui`: MLflow's server on a folder of runs, until Ctrl-C."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,45 +12,45 @@ from typing import IO
 
 from rich.console import Console
 
-from tidemill.cluster.processes import adopt_orphans, end_descendants
+from tidemill.cluster.processes import adopt_orphans, end_descendants, interruptible, signals_ignored
 from tidemill.errors import RunError
-from tidemill.local.interrupt import interruptible, undisturbed
-from tidemill.local.outcome import say, shown, tail_of
+from tidemill.local.messages import print_line, shown, tail_of
+from tidemill.retry import wait_for
 
 START_TIMEOUT_S, PROBE_TIMEOUT_S, POLL_S, GRACE_S = 300.0, 5.0, 0.2, 10.0
 
 
 def serve(database: Path, port: int, console: Console, *, debug: bool) -> int:
-    """Serve until a signal ends it, and leave no process behind; returns the exit status of the command.
+    """Serve until a signal, and end every process of the server; returns the exit status of the command.
 
     Args:
         database: MLflow's file below the folder of runs.
-        port: a free one.
-        console: where to say so.
-        debug: whether the server's output goes to the screen.
+        port: a free port.
+        console: where to print the address.
+        debug: whether the output of the server goes to the screen.
 
     Raises:
-        RunError: the server does not answer in time, or ends by itself.
+        RunError: the server does not answer in time, or exits.
     """
     adopt_orphans()
     with TemporaryFile() as log:
         try:
             with interruptible():
-                say(f"MLflow of {shown(database.parent)} is starting; Ctrl-C ends it", console)
+                print_line(f"MLflow of {shown(database.parent)} is starting; Ctrl-C ends it", console)
                 server = start(database, port, None if debug else log)
                 wait_for_answer(server, port, log)
-                say(f"open http://127.0.0.1:{port}", console)
+                print_line(f"open http://127.0.0.1:{port}", console)
                 server.wait()
-                raise ended(log)
+                raise RunError(f"MLflow has ended; the end of its log:\n{end_of(log)}")
         except KeyboardInterrupt:
             return 0
         finally:
-            with undisturbed():
+            with signals_ignored():
                 end_descendants(GRACE_S)
 
 
 def start(database: Path, port: int, output: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """Start the server apart from our terminal's signals, without the processes for jobs that nobody gives it."""
+    """Start the server in a session of its own, which gets no signals of the terminal, without job processes."""
     artifacts = (database.parent / "mlartifacts").as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}"]
     options = ["--artifacts-destination", artifacts, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
@@ -66,22 +65,20 @@ def start(database: Path, port: int, output: IO[bytes] | None) -> subprocess.Pop
 
 
 def wait_for_answer(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Return once the server can be asked.
+    """Return once the server answers.
 
     Raises:
         RunError: it has ended, or does not answer in time; with the end of its log.
     """
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not answers(port):
-        if server.poll() is not None:
-            raise ended(log)
-        if time.monotonic() > deadline:
-            raise RunError(f"MLflow does not answer after {START_TIMEOUT_S:.0f} s; the end of its log:\n{end_of(log)}")
-        time.sleep(POLL_S)
+    wait_for(lambda: server.poll() is not None or answers(port), START_TIMEOUT_S, POLL_S)
+    if server.poll() is not None:
+        raise RunError(f"MLflow has ended; the end of its log:\n{end_of(log)}")
+    if not answers(port):
+        raise RunError(f"MLflow does not answer after {START_TIMEOUT_S:.0f} s; the end of its log:\n{end_of(log)}")
 
 
 def answers(port: int) -> bool:
-    """Whether a server on this machine says that it is well."""
+    """Whether a server on this machine reports that it is healthy."""
     connection = HTTPConnection("127.0.0.1", port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
@@ -90,11 +87,6 @@ def answers(port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def ended(log: IO[bytes]) -> RunError:
-    """The server ended, and nobody asked it to."""
-    return RunError(f"MLflow has ended; the end of its log:\n{end_of(log)}")
 
 
 def end_of(log: IO[bytes]) -> str:

@@ -15,17 +15,17 @@ from tiny_model import make_tiny_model
 from tidemill.config.reading import load_config, parse_config
 from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
-from tidemill.local.attendance import attend
-from tidemill.local.run_folder import exclusive
+from tidemill.local.foreground import train_in_foreground
 from tidemill.observe.events import EvaluationFinished, past_events
 from tidemill.observe.report import Summary
+from tidemill.steps.run_folder import output_lock
 
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
 TIMEOUT_S = 480
 SCRIPT = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from tidemill.local.attendance import attend
+from tidemill.local.foreground import train_in_foreground
 from tidemill.errors import TidemillError, RunError
 from tidemill.observe.events import EventLog, StepFinished
 from tidemill.observe.report import Summary
@@ -44,7 +44,7 @@ def train(config):
     return Summary(1, 0.5, 0.75, 1.0, 1.0, 1.0, None, None, None, None, None, "s3://a/b", None, None)
 
 try:
-    code = attend(load_config("run.yaml", [f"output={sys.argv[1]}"]), train, debug=False)
+    code = train_in_foreground(load_config("run.yaml", [f"output={sys.argv[1]}"]), train, debug=False)
 except TidemillError as error:
     print(error, file=sys.stderr)
     code = 1
@@ -68,7 +68,7 @@ def settings(folder: Path) -> dict[str, object]:
     }
 
 
-def attended(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
+def trained(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
     (folder / "run.yaml").write_text(EXAMPLE.read_text())
     for name in ("addition_train.jsonl", "addition_held_out.jsonl"):
         (folder / name).write_text(EXAMPLE.with_name(name).read_text())
@@ -77,7 +77,7 @@ def attended(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_training_shows_its_steps_and_leaves_what_a_run_leaves(tmp_path: Path) -> None:
-    done = attended(tmp_path, "well")
+    done = trained(tmp_path, "well")
     assert done.returncode == 0, done.stderr
     assert "   1/2      0.125" in done.stdout
     assert "Held-out score  0.500  ->  0.750" in done.stdout
@@ -90,20 +90,20 @@ def test_training_shows_its_steps_and_leaves_what_a_run_leaves(tmp_path: Path) -
 
 def test_training_without_room_for_it_begins_nothing(addition: RunConfig) -> None:
     many = parse_config(addition.to_yaml(), ["rollout.engines=100000"])
-    with pytest.raises(RunError, match=r"not enough memory: .* or lower .*: rollout\.engines = 100000, "):
-        attend(many, lambda config: pytest.fail("it began"), debug=False)
+    with pytest.raises(RunError, match=r"not enough memory: .* or lower one of: rollout\.engines = 100000, "):
+        train_in_foreground(many, lambda config: pytest.fail("it began"), debug=False)
     assert not many.folder.exists()
 
 
 def test_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
-    done = attended(tmp_path, "interrupted")
+    done = trained(tmp_path, "interrupted")
     assert done.returncode == 130, done.stderr
-    assert "train runs/addition/config.yaml` goes on from the newest checkpoint" in done.stdout
+    assert "train runs/addition/config.yaml` resumes from the newest checkpoint" in done.stdout
     assert "   1/2      0.125" in done.stdout
 
 
 def test_failed_training_says_why_and_where_its_log_is(tmp_path: Path) -> None:
-    done = attended(tmp_path, "failed")
+    done = trained(tmp_path, "failed")
     assert done.returncode == 1
     assert "log: runs/addition/log.txt" in done.stdout
     assert done.stderr == "an actor died\n"
@@ -111,10 +111,10 @@ def test_failed_training_says_why_and_where_its_log_is(tmp_path: Path) -> None:
 
 def test_second_training_below_the_same_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    with exclusive(tmp_path / "runs", "addition-1"):
-        done = attended(tmp_path, "well")
+    with output_lock(tmp_path / "runs", "addition-1"):
+        done = trained(tmp_path, "well")
     assert done.returncode == 1
-    assert "addition-1" in done.stderr and "is still going on" in done.stderr
+    assert "addition-1" in done.stderr and "still uses" in done.stderr
     assert not (tmp_path / "runs/addition").exists()
 
 

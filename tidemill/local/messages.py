@@ -1,4 +1,4 @@
-"""What a person is told at the end of a run: the report, or why there is none, and the commands that go on from it."""
+"""The messages of a run on this machine: its report, or why it failed, and the commands to run next."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from tidemill.config.run import RunConfig
 from tidemill.driver.failure import Failure
 from tidemill.errors import DataError
 from tidemill.observe.report import Summary, render
-from tidemill.steps.preflight import nearest_folder
+from tidemill.steps.provider import nearest_folder
 from tidemill.tracking.mlflow_server import SERVERS
 
-SHORT = 100  # characters of a prompt that a person may want to copy
-FULL_BYTES = 2**28  # so little is left of a disk that is full but for what a failed step gave back
+SHORT = 100  # characters of a prompt that is easy to copy
+FULL_BYTES = 2**28  # free on a full disk, after a failed step removed its files
 
 
-def report(config: RunConfig, status: int | None, resume: str, console: Console) -> int:
-    """The table of before and after, or why there is none; returns the exit status.
+def report_end(config: RunConfig, status: int | None, resume: str, console: Console) -> int:
+    """Print the report, or why the run failed; returns the exit status of the command.
 
     Args:
         config: of the run.
         status: exit status of the pipeline.
-        resume: command that goes on with the run.
-        console: where to.
+        resume: command that resumes the run.
+        console: where to print.
     """
     log = config.folder / "log.txt"
     try:
         failure = Failure.read(config.folder)
         if status == 0 and failure is None:
-            show(config, Summary.read(config.folder / "summary.json"), console)
+            print_report(config, Summary.read(config.folder / "summary.json"), console)
             return 0
-        said = reason(failure, log)
+        message = reason(failure, log)
     except (DataError, OSError) as error:
-        said = f"how the run ended cannot be read: {error}\n{end_of(log)}"
-    console.print(Text(said, style="bold red"), Text(f"log: {shown(log)}"), sep="\n", soft_wrap=True)
-    say_full(config, resume, console)
+        message = f"the result of the run cannot be read: {error}\n{end_of(log)}"
+    console.print(Text(message, style="bold red"), Text(f"log: {shown(log)}"), sep="\n", soft_wrap=True)
+    print_full_disk(config, resume, console)
     return 1
 
 
@@ -52,37 +52,35 @@ def reason(failure: Failure | None, log: Path) -> str:
 
 
 def end_of(log: Path) -> str:
-    """The last lines of a log, or why there are none."""
+    """The last lines of a log, or why it cannot be read."""
     try:
         return tail_of(log.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
         return f"there is no log: {error}"
 
 
-def say_full(config: RunConfig, resume: str, console: Console) -> None:
-    """Name the cause behind many errors, if the disk below the output is full."""
-    if shutil.disk_usage(nearest_folder(config.output)).free < FULL_BYTES:
+def print_full_disk(config: RunConfig, resume: str, console: Console, *, full_bytes: int = FULL_BYTES) -> None:
+    """Print that the disk below the output is full, if it is, because that causes many other errors."""
+    if shutil.disk_usage(nearest_folder(config.output)).free < full_bytes:
         text = f"no space left below {shown(config.output)}: free some, then `{resume}`"
         console.print(Text(text, style="bold red"), soft_wrap=True)
 
 
-def say_started(config: RunConfig, console: Console) -> None:
-    """Where to find what a run leaves behind."""
-    say(f"run {config.name}: everything about it stands in {shown(config.folder)}; Ctrl-C ends it", console)
+def print_started(config: RunConfig, console: Console) -> None:
+    print_line(f"run {config.name}: its files are in {shown(config.folder)}; Ctrl-C ends it", console)
 
 
-def say_interrupted(resume: str, console: Console) -> None:
-    """How to go on after Ctrl-C."""
-    say(f"interrupted; `{resume}` goes on from the newest checkpoint", console)
+def print_interrupted(resume: str, console: Console) -> None:
+    print_line(f"interrupted; `{resume}` resumes from the newest checkpoint", console)
 
 
-def say(line: str, console: Console) -> None:
-    """A line as it is: nothing in it is markup or gets a colour, neither numbers nor the brackets of a path."""
+def print_line(line: str, console: Console) -> None:
+    """Print a line unchanged: brackets are not markup, and numbers have no colour."""
     console.print(Text(line), soft_wrap=True)
 
 
 def keep_ray_logs(scratch: Path, folder: Path, console: Console) -> None:
-    """Save what Ray wrote before a failure, as far as it goes: a killed actor says nothing anywhere else."""
+    """Copy Ray's logs of a failed run to its folder, because a killed actor writes nowhere else."""
     logs = scratch / "ray" / "session_latest" / "logs"
     if not logs.is_dir():
         return
@@ -90,60 +88,63 @@ def keep_ray_logs(scratch: Path, folder: Path, console: Console) -> None:
         shutil.copytree(logs.resolve(), folder / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
     except shutil.Error as error:  # one entry a file
         files = error.args[0]
-        say(f"{len(files)} of Ray's logs could not be kept: {files[0][2]}", console)
+        print_line(f"{len(files)} of Ray's logs could not be copied: {files[0][2]}", console)
     except OSError as error:
-        say(f"Ray's logs could not be kept: {error}", console)
+        print_line(f"Ray's logs could not be copied: {error}", console)
 
 
-def show(config: RunConfig, summary: Summary, console: Console) -> None:
-    """The report, with the commands that go on from it."""
-    render(summary, console, generate_command(config, summary), curves(config))
+def print_report(config: RunConfig, summary: Summary, console: Console) -> None:
+    render(summary, console, generate_command(config, summary), mlflow_command(config))
 
 
 def generate_command(config: RunConfig, summary: Summary) -> str:
-    """What asks the trained model its first held-out prompt that fits a line."""
+    """The command that asks the trained model the first short held-out prompt."""
     folder = config.folder / "model"
     exported = str(shown(folder)) if folder.is_dir() else str(summary.model_uri)
     model = shlex.quote(f"models:/{summary.model_version}" if summary.model_version else exported)
     short = [sample.prompt for sample in summary.samples if len(sample.prompt) <= SHORT and sample.prompt.isprintable()]
     prompt = shlex.quote(short[0]) if short else "PROMPT"
-    return f"{program()} generate {model} {prompt}{elsewhere(config)}{servers(config)}"
+    return f"{program()} generate {model} {prompt}{output_option(config)}{server_options(config)}"
 
 
-def servers(config: RunConfig) -> str:
-    """The options that name store and MLflow, where they do not lie in the folder of runs."""
+def server_options(config: RunConfig) -> str:
+    """The options for a store and an MLflow outside the folder of runs."""
     endpoint = None if config.store.endpoint == "embedded" else config.store.endpoint
     named = {"--endpoint": endpoint, "--tracking": config.tracking.uri}
     return "".join(f" {option} {shlex.quote(address)}" for option, address in named.items() if address is not None)
 
 
-def curves(config: RunConfig) -> str:
-    """The command that shows the run in MLflow, or the server's address."""
+def mlflow_command(config: RunConfig) -> str:
+    """The command that shows the run in MLflow, or the address of the server."""
     uri = config.tracking.uri
     if uri is None:
-        return f"{program()} ui{elsewhere(config)}"
+        return f"{program()} ui{output_option(config)}"
     if uri.startswith(SERVERS):
         return config.kubernetes.pages.get("mlflow", uri)
     return f"mlflow server --backend-store-uri {shlex.quote(uri)}"
 
 
-def program() -> str:
-    """How this program was called, in the shortest form that works again."""
-    called = Path(sys.argv[0])
+def program(argument: str | None = None) -> str:
+    """The shortest command that starts this program again.
+
+    Args:
+        argument: how it was started; `sys.argv[0]` by default.
+    """
+    called = Path(argument or sys.argv[0])
     if called.suffix == ".py":
         return f"{shown(Path(sys.executable))} -m tidemill.cli.main"
     found = shutil.which("tidemill")
     return "tidemill" if found and called.exists() and Path(found).samefile(called) else str(shown(called))
 
 
-def elsewhere(config: RunConfig) -> str:
-    """The option that names the folder of runs, unless it is the usual one."""
-    usual = config.output == RunConfig.model_fields["output"].default.resolve()
-    return "" if usual else f" --output {shlex.quote(str(shown(config.output)))}"
+def output_option(config: RunConfig) -> str:
+    """The option for the folder of runs, if it is not the default."""
+    default = config.output == RunConfig.model_fields["output"].default.resolve()
+    return "" if default else f" --output {shlex.quote(str(shown(config.output)))}"
 
 
 def shown(path: Path) -> Path:
-    """A path as a person types it: relative to the working directory if it lies below."""
+    """A path relative to the working directory, if it is below it."""
     path, here = path.absolute(), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 

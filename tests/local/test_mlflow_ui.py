@@ -13,7 +13,7 @@ import pytest
 from free_port import free_port
 
 from tidemill.errors import RunError
-from tidemill.local.mlflow_pages import answers, wait_for_answer
+from tidemill.local.mlflow_ui import answers, wait_for_answer
 
 TIMEOUT_S = 300
 ATTEMPTS = 20  # at an answer in time from a server on a busy machine

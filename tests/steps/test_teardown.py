@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
 from tidemill.errors import ClusterError, RunError
-from tidemill.steps import ends
 from tidemill.steps.request import Request
-from tidemill.steps.steps import teardown
+from tidemill.steps.teardown import teardown
 
 KFP_RUN = "1a2b3c4d-0000-4000-8000-000000000000"
 ON_CLUSTER = (
@@ -19,41 +17,42 @@ ON_CLUSTER = (
 
 
 class Cluster:
-    """What is asked of the two functions that give back, and what they cannot do."""
+    """Records what is released, and fails for some."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.done: list[str] = []
         self.stuck: set[str] = set()
-        monkeypatch.setattr(ends, "teardown", self.teardown)
-        monkeypatch.setattr(ends, "release_this_pipeline", self.release)
 
-    def teardown(self, config: str) -> None:
-        self.give_back(parse_config(config).name)
+    def teardown(self, request: Request, variants: str = "") -> None:
+        teardown(request, variants, release_pipeline=self.release_pipeline, release=self.release_run)
 
-    def release(self, kfp_run: str, namespaces: set[str]) -> None:
-        self.give_back(f"{kfp_run} in {' '.join(sorted(namespaces))}")
+    def release_run(self, config: RunConfig) -> None:
+        self.release(config.name)
 
-    def give_back(self, what: str) -> None:
+    def release_pipeline(self, kfp_run: str, namespaces: set[str]) -> None:
+        self.release(f"{kfp_run} in {' '.join(sorted(namespaces))}")
+
+    def release(self, what: str) -> None:
         self.done.append(what)
         if what.partition(" ")[0] in self.stuck:
             raise ClusterError(f"{what} is still there")
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    return Cluster(monkeypatch)
+def cluster() -> Cluster:
+    return Cluster()
 
 
 def test_what_the_kfp_run_made_goes_first_and_then_the_run_under_its_name(
     cluster: Cluster, addition: RunConfig
 ) -> None:
-    ends.end(Request(addition.to_yaml(), ON_CLUSTER, kfp_run=KFP_RUN), "")
+    cluster.teardown(Request(addition.to_yaml(), ON_CLUSTER, kfp_run=KFP_RUN))
     assert cluster.done == [f"{KFP_RUN} in elsewhere tidemill", "addition-1a2b3c4d"]
 
 
 @pytest.mark.parametrize("config", ["name: probe", "a: [", "s3://bucket/run.yaml"])
 def test_settings_that_cannot_be_read_any_more_do_not_keep_the_gpus(cluster: Cluster, config: str) -> None:
-    ends.end(Request(config, kfp_run=KFP_RUN), "")
+    cluster.teardown(Request(config, kfp_run=KFP_RUN))
     assert cluster.done == [f"{KFP_RUN} in tidemill"]
 
 
@@ -61,20 +60,11 @@ def test_variant_that_cannot_be_given_back_does_not_keep_the_others(cluster: Clu
     cluster.stuck = {KFP_RUN, "s-v1", "s-v3"}
     asked = Request(addition.to_yaml(), run_name="s", kfp_run=KFP_RUN)
     with pytest.raises(RunError, match=rf"^{KFP_RUN} .* still there; s-v1 is still there; s-v3 is still there$"):
-        ends.end(asked, "seed=1\nseed=2\nseed=3")
+        cluster.teardown(asked, "seed=1\nseed=2\nseed=3")
     assert cluster.done[1:] == ["s-v1", "s-v2", "s-v3"]
 
 
-def test_end_may_come_twice(cluster: Cluster, addition: RunConfig) -> None:
+def test_teardown_may_be_repeated(cluster: Cluster, addition: RunConfig) -> None:
     for _ in range(2):
-        ends.end(Request(addition.to_yaml(), kfp_run=KFP_RUN), "")
+        cluster.teardown(Request(addition.to_yaml(), kfp_run=KFP_RUN))
     assert cluster.done[:2] == cluster.done[2:]
-
-
-def test_a_failed_restore_and_a_failed_upload_leave_nothing_in_the_runs_folder(addition: RunConfig) -> None:
-    for name in ("restored", "staging-0", "model"):
-        (addition.folder / name).mkdir(parents=True)
-        (addition.folder / name / "part").write_bytes(b"weights")
-    (addition.folder / "restored.name").write_text("3")
-    teardown(addition.to_yaml())
-    assert [path.name for path in addition.folder.iterdir()] == ["model"]

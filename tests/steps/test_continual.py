@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,7 @@ import pytest
 from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, DataError
-from tidemill.steps import renewal
-from tidemill.steps.renewal import Material, name_of, new_prompts, prepare_continual, record_progress
+from tidemill.steps.continual import Start, new_prompts, prepare_continual, record_progress, source_name
 from tidemill.steps.request import Request
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
 from tidemill.tracking.registry import last_prompts
@@ -37,7 +37,7 @@ def test_prompts_after_the_last_ones_are_put_together_in_order(
     addition: RunConfig, prompts: Path, last: str | None, rows: str
 ) -> None:
     source = new_prompts(addition, str(prompts), last)
-    assert source is not None and name_of(source) == "2026-12/01.jsonl"
+    assert source is not None and source_name(source) == "2026-12/01.jsonl"
     assert Path(source).read_text() == "".join(f'{{"prompt": "{row}"}}\n' for row in rows)
 
 
@@ -46,7 +46,7 @@ def test_prompts_that_were_used_are_not_new(addition: RunConfig, prompts: Path) 
 
 
 def test_folder_without_prompts_is_refused(addition: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no \.jsonl file"):
+    with pytest.raises(DataError, match=r"has no \.jsonl file"):
         new_prompts(addition, str(tmp_path), None)
 
 
@@ -61,7 +61,7 @@ def test_new_prompts_of_the_store_become_one_object(addition: RunConfig, prompts
         with open_store(addition.store, addition.output) as store:
             store.upload_folder(prompts, "new/prompts")
             source = new_prompts(addition, "s3://tidemill/new/prompts/", "2026-11-29.jsonl")
-            assert source is not None and name_of(source) == "2026-12/01.jsonl"
+            assert source is not None and source_name(source) == "2026-12/01.jsonl"
             assert store.get_bytes(source.removeprefix("s3://tidemill/")).count(b"\n") == 2
             assert new_prompts(addition, "s3://tidemill/new/prompts/", "2026-12/01.jsonl") is None
     finally:
@@ -70,41 +70,42 @@ def test_new_prompts_of_the_store_become_one_object(addition: RunConfig, prompts
 
 @pytest.mark.parametrize("source", ["s3://tidemill/one.jsonl", "reasoning_gym://sum?size=9"])
 def test_any_other_source_is_always_new_and_remembered_as_it_is(addition: RunConfig, source: str) -> None:
-    assert new_prompts(addition, source, source) == source == name_of(source)
+    assert new_prompts(addition, source, source) == source == source_name(source)
 
 
-def begun(config: RunConfig, run: str, prompts: Path, folder: Path) -> RunConfig:
+def prepared(
+    config: RunConfig, run: str, prompts: Path, folder: Path, champion: str, validate: Callable[[RunConfig], RunConfig]
+) -> RunConfig:
     """The settings that the first step makes of a run."""
-    asked = Request(config.to_yaml(), run_name=run)
-    settings, word = prepare_continual(asked, str(prompts), str(folder / "links.md"))
+    request = Request(config.to_yaml(), run_name=run)
+    settings, word = prepare_continual(
+        request, str(prompts), str(folder / "links.md"), champion=lambda config: champion, validate=validate
+    )
     assert word == "train"
     return parse_config(settings)
 
 
-def test_run_that_goes_on_trains_what_it_began_with(
-    addition: RunConfig, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    champions = iter(["1", "2"])
-    monkeypatch.setattr(renewal, "champion_version", lambda config: next(champions))
-    monkeypatch.setattr(renewal, "begin", lambda request, page: request.settings().to_yaml())
-    first = begun(addition, "c1", prompts, tmp_path)
+def accept(config: RunConfig) -> RunConfig:
+    return config
+
+
+def refuse(config: RunConfig) -> RunConfig:
+    raise DataError("a line is broken")
+
+
+def test_resumed_run_trains_what_it_started_with(addition: RunConfig, prompts: Path, tmp_path: Path) -> None:
+    first = prepared(addition, "c1", prompts, tmp_path, "1", accept)
     (prompts / "2026-12/02.jsonl").write_text('{"prompt": "d"}\n')
-    assert begun(addition, "c1", prompts, tmp_path) == first
+    assert prepared(addition, "c1", prompts, tmp_path, "2", accept) == first
     assert first.model == "models:/addition/1"
-    other = begun(addition, "c2", prompts, tmp_path)
-    assert (other.model, name_of(other.data.train)) == ("models:/addition/2", "2026-12/02.jsonl")
+    other = prepared(addition, "c2", prompts, tmp_path, "2", accept)
+    assert (other.model, source_name(other.data.train)) == ("models:/addition/2", "2026-12/02.jsonl")
 
 
-def test_prompts_that_are_refused_are_not_kept_for_the_run(
-    addition: RunConfig, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(request: Request, page: str) -> str:
-        raise DataError("a line is broken")
-
-    monkeypatch.setattr(renewal, "begin", refuse)
+def test_prompts_that_are_refused_are_not_kept_for_the_run(addition: RunConfig, prompts: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError):
-        begun(addition, "c1", prompts, tmp_path)
-    assert Material.noted(addition.model_copy(update={"name": "c1"})) is None
+        prepared(addition, "c1", prompts, tmp_path, "1", refuse)
+    assert Start.stored(addition.model_copy(update={"name": "c1"})) is None
 
 
 def test_run_that_ends_after_a_later_one_takes_nothing_back(addition: RunConfig, prompts: Path) -> None:
