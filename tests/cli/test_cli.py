@@ -224,7 +224,7 @@ def test_usage_error_is_one_line_that_names_the_help(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     command = f"tidemill {words[0]}" if words[0] in COMMANDS else "tidemill"
-    assert error.startswith("tidemill: ") and error.endswith(f". See `{command} --help`.\n")
+    assert error.startswith("tidemill: ") and error.endswith(f" See `{command} --help`.\n")
 
 
 def test_words_after_two_dashes_are_no_options() -> None:

@@ -286,7 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.exit_code
     except typer.TyperException as error:
         command = f"tidemill {context.invoked_subcommand}" if context and context.invoked_subcommand else "tidemill"
-        print(f"tidemill: {error.format_message().rstrip('.')}. See `{command} --help`.", file=sys.stderr)
+        message = error.format_message()
+        print(f"tidemill: {message}{'' if message[-1] in '.?' else '.'} See `{command} --help`.", file=sys.stderr)
         return MISUSED
     except TidemillError as error:
         if context and context.obj:
