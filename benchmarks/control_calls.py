@@ -21,7 +21,7 @@ import ray
 from results.row import Row, write_rows
 
 from tidemill.actors.engine import EngineActor, RemoteEngine, engine_shell
-from tidemill.actors.placement import Place
+from tidemill.actors.placement import Placement
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import EngineId
@@ -48,7 +48,7 @@ async def milliseconds(call: Callable[[], Awaitable[object]]) -> float:
 
 async def measure(crowd: int, mode: PauseMode) -> tuple[float, float]:
     """The slowest of some calls that only ask, and a weight update, with so many generations open."""
-    engine = RemoteEngine(EngineId(0), engine_shell(CrowdedActor, Place(), {}).remote(crowd))
+    engine = RemoteEngine(EngineId(0), engine_shell(CrowdedActor, Placement(), {}).remote(crowd))
     generations = [asyncio.create_task(engine.generate(f"{uid}.0", PROMPT, SAMPLING)) for uid in range(crowd)]
     async with asyncio.timeout(DEADLINE_S):
         while (await engine.stats())["running"] < crowd:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tidemill.actors.engine import EngineActor, RemoteEngine, engine_shell
-from tidemill.actors.placement import Place
+from tidemill.actors.placement import Placement
 from tidemill.fakes import FakeEngine, Fault
 from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import EngineId
@@ -42,7 +42,7 @@ def local_ray() -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 async def test_a_weight_update_passes_three_thousand_open_generations(mode: PauseMode) -> None:
-    engine = RemoteEngine(EngineId(0), engine_shell(CrowdedActor, Place(), {}).remote())
+    engine = RemoteEngine(EngineId(0), engine_shell(CrowdedActor, Placement(), {}).remote())
     prompt, sampling = np.arange(3, dtype=np.int32), Sampling(1, 3, 1.0)
     crowd = [asyncio.create_task(engine.generate(f"{uid}.0", prompt, sampling)) for uid in range(CROWD)]
     async with asyncio.timeout(DEADLINE_S):

@@ -17,7 +17,7 @@ from sync_rig import FakeWeights
 from tiny_model import make_tiny_model
 
 from tidemill.actors.engine import EngineActor, RemoteEngine, engine_shell
-from tidemill.actors.placement import Place
+from tidemill.actors.placement import Placement
 from tidemill.actors.queue import start_queue
 from tidemill.actors.rollouter import start_rollouter
 from tidemill.config.asynchrony import SyncConfig
@@ -92,7 +92,7 @@ def local_ray() -> Iterator[None]:
 
 
 def start(engine_id: EngineId) -> RemoteEngine:
-    return RemoteEngine(engine_id, engine_shell(FakeActor, Place(), {}).remote())
+    return RemoteEngine(engine_id, engine_shell(FakeActor, Placement(), {}).remote(), end_timeout_s=5.0)
 
 
 @asynccontextmanager
@@ -111,9 +111,8 @@ async def fleet_of(
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_process_that_is_killed_or_stopped_is_replaced_and_nothing_is_left_of_it(
-    tmp_path: Path, death: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, death: signal.Signals
 ) -> None:
-    monkeypatch.setattr("tidemill.actors.engine.ORDERLY_END_S", 5.0)
     engines, pool = [start(EngineId(0)), start(EngineId(1))], Pool()
     async with fleet_of(tmp_path, engines, pool, FleetLimits(DEADLINE_S, probe_timeout_s=15.0)) as fleet:
         [pid, child] = await engines[0].actor.processes.remote()

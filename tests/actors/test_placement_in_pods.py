@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from tidemill.actors import placement
-from tidemill.actors.placement import Place, apart, engine_place, pods_ready, rank_place, service_place, shortage
+from tidemill.actors.placement import (
+    Placement,
+    engine_placement,
+    has_own_pods,
+    rank_placement,
+    service_placement,
+    shortage,
+    wait_for_pods,
+)
 from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
 
@@ -17,7 +25,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Resources that the cluster is said to have."""
     resources: dict[str, float] = {}
     monkeypatch.setattr(placement, "cluster_resources", lambda: resources)
-    monkeypatch.setattr(placement, "POLL_S", 0.01)
     return resources
 
 
@@ -34,21 +41,21 @@ def on_pods(config: RunConfig, **kubernetes: Any) -> RunConfig:
 
 def test_actors_ask_for_their_pods_and_gpus(addition: RunConfig) -> None:
     config = on_pods(addition)
-    assert engine_place(config) == Place(4, {"tidemill_rollout": 1.0})
-    assert rank_place(config) == Place(1, {"tidemill_trainer": 1.0})
-    assert service_place(config) == Place(0, {"tidemill_service": 1.0})
-    assert rank_place(config).options({"A": "b"}) == {
+    assert engine_placement(config) == Placement(4, {"tidemill_rollout": 1.0})
+    assert rank_placement(config) == Placement(1, {"tidemill_trainer": 1.0})
+    assert service_placement(config) == Placement(0, {"tidemill_service": 1.0})
+    assert rank_placement(config).options({"A": "b"}) == {
         "num_cpus": 0,
         "num_gpus": 1,
         "resources": {"tidemill_trainer": 1.0},
         "runtime_env": {"env_vars": {"A": "b"}},
     }
-    assert apart(config)
+    assert has_own_pods(config)
 
 
 def test_pods_without_gpus_are_asked_for_none(addition: RunConfig) -> None:
     config = on_pods(addition, gpu_resource=None)
-    assert (engine_place(config).gpus, rank_place(config).gpus) == (0, 0)
+    assert (engine_placement(config).gpus, rank_placement(config).gpus) == (0, 0)
 
 
 @pytest.mark.parametrize(("there", "gpus"), [({}, 0), ({"GPU": 2.0}, 1)])
@@ -56,9 +63,9 @@ def test_actors_on_this_machine_take_its_gpus_and_no_more(
     addition: RunConfig, cluster: dict[str, float], there: dict[str, float], gpus: int
 ) -> None:
     cluster |= there
-    assert engine_place(addition) == rank_place(addition) == Place(gpus)
-    assert service_place(addition) == Place()
-    assert not apart(addition)
+    assert engine_placement(addition) == rank_placement(addition) == Placement(gpus)
+    assert service_placement(addition) == Placement()
+    assert not has_own_pods(addition)
 
 
 async def test_pods_are_waited_for_and_what_is_missing_is_told(addition: RunConfig, cluster: dict[str, float]) -> None:
@@ -69,7 +76,7 @@ async def test_pods_are_waited_for_and_what_is_missing_is_told(addition: RunConf
         said.append(text)
         cluster.update(next(coming))
 
-    await pods_ready(on_pods(addition), announce)
+    await wait_for_pods(on_pods(addition), announce, poll_s=0.01)
     assert said == [
         "wait for pods: 0 of 3 tidemill_trainer, 0 of 2 tidemill_rollout, 0 of 1 tidemill_service, 0 of 11 GPU",
         "wait for pods: 0 of 2 tidemill_rollout, 0 of 11 GPU",
@@ -79,11 +86,11 @@ async def test_pods_are_waited_for_and_what_is_missing_is_told(addition: RunConf
 async def test_pods_that_never_come_end_the_run(addition: RunConfig, cluster: dict[str, float]) -> None:
     cluster |= {"tidemill_trainer": 3.0, "tidemill_service": 1.0, "tidemill_rollout": 1.0, "GPU": 7.0}
     with pytest.raises(RunError, match=r"start_timeout_s = 0 s: 1 of 2 tidemill_rollout, 7 of 11 GPU"):
-        await pods_ready(on_pods(addition, start_timeout_s=0), lambda text: None)
+        await wait_for_pods(on_pods(addition, start_timeout_s=0), lambda text: None)
 
 
 async def test_other_providers_wait_for_nothing(addition: RunConfig, cluster: dict[str, float]) -> None:
-    await pods_ready(addition, pytest.fail)
+    await wait_for_pods(addition, pytest.fail)
 
 
 def test_nothing_is_short_where_there_is_enough() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rollout_rig import run_config
 
-from tidemill.driver import run as run_module
 from tidemill.driver.restart import Restart
 from tidemill.driver.run import Run
 from tidemill.errors import RunError, StoreError
@@ -81,12 +80,11 @@ async def test_a_run_that_fails_lets_the_checkpoint_on_its_way_arrive(
 
 
 async def test_an_upload_that_takes_too_long_is_told_once_and_does_not_hide_why_the_run_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(run_module, "UPLOAD_TIMEOUT_S", 0.01)
     end = End()
     with EventLog(tmp_path / "events.jsonl") as log:
-        run = Run(run_config(), None, log, Stop())
+        run = Run(run_config(), None, log, Stop(), upload_timeout_s=0.01)
         run.upload = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
         with pytest.raises(RunError, match=r"a checkpoint was not stored within 0\.01 s"):
             try:

@@ -42,13 +42,10 @@ def test_gpus_must_suffice_for_all_engines_and_ranks(
             check_gpus(config)
 
 
-async def test_parts_that_never_load_end_at_the_deadline(
-    addition: RunConfig, cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tidemill.driver.run, "PLACE_TIMEOUT_S", 0.0)
+async def test_parts_that_never_load_end_at_the_deadline(addition: RunConfig, cluster: dict[str, float]) -> None:
     config = with_(addition, "rollout", start_timeout_s=0.05)
     with pytest.raises(RunError, match=r"not ready within 0\.05 s .*'CPU': 8\.0"):
-        await loaded(config, [asyncio.sleep(60)])
+        await loaded(config, [asyncio.sleep(60)], place_timeout_s=0.0)
 
 
 async def test_failure_of_the_cleaning_up_is_logged_and_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Engines in processes of their own."""
+"""Engines in processes of their own: those of a run, and the one that scores the exported model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from tidemill.actors.call import MAX_CALLS, Remote, delegate, forward
-from tidemill.actors.placement import Place, engine_place
+from tidemill.actors.call import MAX_CALLS, Remote, call, delegate, forward
+from tidemill.actors.placement import Placement, engine_placement
 from tidemill.cluster.local import weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.errors import EngineError, EngineLostError, TidemillError
-from tidemill.models.locate import fetch_model_once
-from tidemill.protocols import Engine, PauseMode, Sampling, WeightUpdate
+from tidemill.models.locate import Locator, fetch_model_once
+from tidemill.protocols import Engine, Evaluation, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, EngineId, Int32Array
 from tidemill.store.server import open_store
 from tidemill.weights.download import WeightDownloader
 
-ORDERLY_END_S = 30.0
+END_TIMEOUT_S = 30.0  # for an engine to free its resources; then its process is killed
+SCORER = "the engine that scores the exported model"
 LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class EngineActor:
 
     Args:
         config: of the run.
-        model_path: folder of the model; None has it brought to this pod, see `models.locate.fetch_model_once`.
+        model_path: folder of the model; None downloads it to this pod, see `models.locate.fetch_model_once`.
         index: of the engine.
     """
 
@@ -108,6 +111,7 @@ class RemoteEngine(Remote):
 
     id: EngineId
     actor: Any
+    end_timeout_s: float = END_TIMEOUT_S
     lost = EngineLostError
 
     start = forward(EngineActor.start, timeout_s=None)
@@ -134,7 +138,7 @@ class RemoteEngine(Remote):
     async def end(self) -> None:
         """End the process; it gets time to free its resources if it still answers."""
         try:
-            async with asyncio.timeout(ORDERLY_END_S):
+            async with asyncio.timeout(self.end_timeout_s):
                 await self.shutdown()
         except (TidemillError, TimeoutError) as error:
             LOG.warning("%s did not end by itself: %r", self.id, error)
@@ -150,14 +154,50 @@ def start_engine(config: RunConfig, model_path: str | None, engine_id: EngineId)
     """Place one engine; its model loads when `start` of the actor is called."""
     from tidemill.inference.engine import engine_environment
 
-    place = engine_place(config)
-    environment = engine_environment(config.rollout, place.gpus)
+    placement = engine_placement(config)
+    environment = engine_environment(config.rollout, placement.gpus)
     if model_path is None:
         del environment["HF_HUB_OFFLINE"]  # the actor goes online for the model, and offline again when it loads it
-    actor = engine_shell(EngineActor, place, environment).remote(config, model_path, engine_id.number)
+    actor = engine_shell(EngineActor, placement, environment).remote(config, model_path, engine_id.number)
     return RemoteEngine(engine_id, actor)
 
 
-def engine_shell(actor: type[EngineActor], place: Place, environment: Mapping[str, str]) -> Any:
+def engine_shell(actor: type[EngineActor], placement: Placement, environment: Mapping[str, str]) -> Any:
     """The Ray class of an engine, with so many open calls that control calls pass any crowd of generations."""
-    return ray.remote(actor).options(max_concurrency=MAX_CALLS, **place.options(environment))
+    return ray.remote(actor).options(max_concurrency=MAX_CALLS, **placement.options(environment))
+
+
+class ScorerActor:
+    """Scores one model in a pod of an engine: the pod of the driver may have no GPU and little memory."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    async def ready(self) -> None:
+        """Answers once the actor is placed."""
+
+    async def score(self, model: str) -> Evaluation:
+        """Bring the model to this pod and answer the held-out prompts; see `scoring.answer_held_out`."""
+        from tidemill.rollout.scoring import answer_held_out
+
+        with TemporaryDirectory(prefix="tidemill-model-") as folder:
+            return await answer_held_out(self.config, Locator.of(self.config).fetch_model(model, Path(folder)).path)
+
+
+async def score_remotely(config: RunConfig, model: str) -> Evaluation:
+    """Greedy answers of a model in the store to `data.held_out`, from a new engine in place of an earlier one.
+
+    Args:
+        config: of the run.
+        model: `s3://...`, as `Summary.model_uri`.
+
+    Raises:
+        TidemillError: the engine, a reward function or the data fails.
+    """
+    from tidemill.inference.engine import engine_environment
+
+    placement = engine_placement(config)
+    options = placement.options(engine_environment(config.rollout, placement.gpus))
+    actor = ray.remote(ScorerActor).options(**options).remote(config)
+    await call(SCORER, actor.ready.remote(), config.kubernetes.start_timeout_s)
+    return await call(SCORER, actor.score.remote(model), None)  # the engine has deadlines of its own

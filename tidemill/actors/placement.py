@@ -1,7 +1,7 @@
-"""Where the actors of a run go, and how many GPUs they take.
+"""Where Ray places the actors of a run, and how many GPUs they take.
 
-On this machine, or a cluster that is there anyway, Ray places them as it likes. In the pods of `cluster.provider:
-kuberay` they ask for resources that only the pods of their group have, so that the head stays empty:
+On this machine, or on an existing cluster, Ray places them anywhere. In the pods of `cluster.provider: kuberay` they
+request resources that only the pods of their group have, so that the head stays empty:
 
     trainer pods    ranks; queue, rollouter and rewards
     rollout pods    one engine each
@@ -24,8 +24,8 @@ POLL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What an actor asks of the cluster.
+class Placement:
+    """What an actor requests from the cluster.
 
     Attributes:
         gpus: whole GPUs.
@@ -41,47 +41,48 @@ class Place:
         return {"num_cpus": 0, "num_gpus": self.gpus, "resources": dict(self.resources), **variables}
 
 
-ANYWHERE = Place()
+ANYWHERE = Placement()
 
 
-def engine_place(config: RunConfig) -> Place:
-    """Of an engine, with a GPU for every part of its model."""
-    return place(config, ROLLOUT_RESOURCE, config.rollout.tensor_parallel_size)
+def engine_placement(config: RunConfig) -> Placement:
+    """Of an engine, with one GPU per tensor parallel rank."""
+    return placement(config, ROLLOUT_RESOURCE, config.rollout.tensor_parallel_size)
 
 
-def rank_place(config: RunConfig) -> Place:
+def rank_placement(config: RunConfig) -> Placement:
     """Of a trainer rank, with one GPU."""
-    return place(config, TRAINER_RESOURCE, 1)
+    return placement(config, TRAINER_RESOURCE, 1)
 
 
-def service_place(config: RunConfig) -> Place:
+def service_placement(config: RunConfig) -> Placement:
     """Of the queue and the rollouter."""
-    return place(config, SERVICE_RESOURCE, 0)
+    return placement(config, SERVICE_RESOURCE, 0)
 
 
-def place(config: RunConfig, resource: str, gpus: int) -> Place:
-    """One of a resource with so many GPUs; without the resource outside of pods, and without GPUs where none are."""
+def placement(config: RunConfig, resource: str, gpus: int) -> Placement:
+    """One unit of a resource and some GPUs; outside of pods no resource, and no GPUs where the cluster has none."""
     if config.cluster.provider == "kuberay":
-        return Place(gpus if config.kubernetes.gpu_resource else 0, {resource: 1.0})
-    return Place(gpus if gpus and cluster_resources().get("GPU") else 0)
+        return Placement(gpus if config.kubernetes.gpu_resource else 0, {resource: 1.0})
+    return Placement(gpus if gpus and cluster_resources().get("GPU") else 0)
 
 
-def apart(config: RunConfig) -> bool:
-    """Whether the driver shares no disk with the actors."""
+def has_own_pods(config: RunConfig) -> bool:
+    """Whether the actors run in pods of their own, which share no disk with the driver."""
     return config.cluster.provider == "kuberay"
 
 
-async def pods_ready(config: RunConfig, announce: Callable[[str], None]) -> None:
-    """Wait until all pods that the run begins with have joined the cluster: they come up after its head.
+async def wait_for_pods(config: RunConfig, announce: Callable[[str], None], poll_s: float = POLL_S) -> None:
+    """Wait until all pods that the run starts with have joined the cluster: they start after its head.
 
     Args:
-        config: of the run; other providers have nothing to wait for.
-        announce: is told what is missing, whenever that changes.
+        config: of the run; providers other than kuberay have nothing to wait for.
+        announce: receives what is missing, whenever that changes.
+        poll_s: between two looks at the cluster.
 
     Raises:
         RunError: not within `kubernetes.start_timeout_s`.
     """
-    if not apart(config):
+    if not has_own_pods(config):
         return
     limit = config.kubernetes.start_timeout_s
     deadline, said = time.monotonic() + limit, ""
@@ -94,11 +95,11 @@ async def pods_ready(config: RunConfig, announce: Callable[[str], None]) -> None
         if missing != said:
             announce(f"wait for pods: {missing}")
             said = missing
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(poll_s)
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Refuse a cluster with fewer GPUs than the run has places for, where an actor would wait for ever.
+    """Refuse a cluster with fewer GPUs than the run needs, where an actor would wait for ever.
 
     Raises:
         ConfigError: the cluster has GPUs, and not enough.
@@ -115,7 +116,7 @@ def check_gpus(config: RunConfig) -> None:
 
 
 def demand(config: RunConfig) -> dict[str, float]:
-    """Ray's resources that the run takes at its beginning."""
+    """Ray's resources that the run takes at its start."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed: dict[str, float] = {TRAINER_RESOURCE: ranks, ROLLOUT_RESOURCE: engines, SERVICE_RESOURCE: 1}
     if config.kubernetes.gpu_resource:

@@ -1,6 +1,14 @@
 """The message queue in a process of its own.
 
-The actor holds headers and references. Payloads pass it by: `actors.boxes`.
+The actor holds headers and references. Payloads stay in Ray's object store, and groups that are put at once share one
+object there:
+
+    put, put, put ─► pack ─► Boxed(box, 0), Boxed(box, 1), Boxed(box, 2) ─► the queue ─► lease ─► unpack ─► views
+                      └────► one object: [array, array, array] ─────────────────────────────────────┘
+
+An object costs a millisecond whatever its size, so one object for every group would take most of the time of a put. A
+box stays in memory until the last of its groups was trained or dropped. They were put within milliseconds, and none may
+wait for longer than `max_staleness` versions, so a box lives no longer than a group may.
 """
 
 from __future__ import annotations
@@ -15,11 +23,11 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
+import numpy as np
 import ray
 
-from tidemill.actors.boxes import pack, unpack
 from tidemill.actors.call import CONTROL_TIMEOUT_S, call
-from tidemill.actors.placement import ANYWHERE, Place
+from tidemill.actors.placement import ANYWHERE, Placement
 from tidemill.errors import RunError
 from tidemill.protocols import Delivery, Lease
 from tidemill.queue.message_queue import NO_LEASE, MessageQueue, WhenFull
@@ -28,30 +36,64 @@ from tidemill.records import Buffer
 P = ParamSpec("P")
 T = TypeVar("T")
 NAME = "the message queue"
+PACKER = "the process that put a group into the queue"
+INLINE_BYTES = 32_000  # of a batch that is sent as it is: below it Ray itself sends an object inside the call
 CONTROL = "control"  # Ray concurrency group of the calls that never wait
 WITHDRAW_TIMEOUT_S = 10.0
-ANSWERS_KEPT = 1000  # of latest calls, to be able to take one back
+ANSWERS_KEPT = 1000  # of the latest calls, so that one can be withdrawn
 OFFER_BYTES = 16_000_000  # of groups in one call; copying more would hold up the producers' event loop
 
 
+@dataclass(frozen=True, slots=True)
+class Boxed:
+    """A payload in Ray's object store.
+
+    Attributes:
+        box: ObjectRef of a list of uint8 arrays.
+        index: of the payload in it.
+    """
+
+    box: Any
+    index: int
+
+
+def pack(payloads: Sequence[Buffer]) -> list[Buffer | Boxed]:
+    """Put payloads into the object store, all as one object; a few bytes stay as they are."""
+    if sum(map(len, payloads)) <= INLINE_BYTES:
+        return list(payloads)
+    box = ray.put([np.frombuffer(payload, np.uint8) for payload in payloads])
+    return [Boxed(box, index) for index in range(len(payloads))]
+
+
+async def unpack(payloads: Sequence[Buffer | Boxed]) -> list[Buffer]:
+    """The packed payloads, as read-only views of the object store; every box is fetched once.
+
+    Raises:
+        RunError: a box is lost, because the process that packed it died.
+    """
+    boxes = list({payload.box: None for payload in payloads if isinstance(payload, Boxed)})
+    contents = dict(zip(boxes, await asyncio.gather(*(call(PACKER, box) for box in boxes)), strict=True))
+    return [contents[payload.box][payload.index] if isinstance(payload, Boxed) else payload for payload in payloads]
+
+
 class QueueActor(MessageQueue[Any]):
-    """A MessageQueue in a Ray actor, which can take back a call whose caller was cancelled.
+    """A MessageQueue in a Ray actor, which can withdraw a call whose caller was cancelled.
 
     Ray runs every concurrency group in an event loop and thread of its own. Calls that wait run in the default group;
-    the others arrive through the group `control`, which waiters cannot fill, and hop over to the default group's
-    loop, where all state lives. A caller names each waiting call by a ticket. Ray's own cancellation is not used: a
-    lease that is just being answered would be reported as cancelled, and its groups would be lost.
+    the others arrive through the group `control`, which waiting calls cannot fill, and continue in the loop of the
+    default group, which owns all state. A caller names each waiting call by a ticket. Ray's own cancellation is not
+    used: a lease that is just being answered would be reported as cancelled, and its groups would be lost.
     """
 
     def __init__(self, capacity: int, max_staleness: int, when_full: WhenFull) -> None:
         super().__init__(capacity, max_staleness, when_full)
         self.home: Future[asyncio.AbstractEventLoop] = Future()
         self.waiting: dict[str, asyncio.Task[Any] | None] = {}
-        self.withdrawn: set[str] = set()  # tickets that were taken back before their call came
+        self.withdrawn: set[str] = set()  # tickets that were withdrawn before their call arrived
         self.answered: deque[tuple[str, int, Sequence[int]]] = deque(maxlen=ANSWERS_KEPT)
 
     async def start(self) -> None:
-        """Name the loop that owns the state: that of the first call in the default group, whichever Ray makes it."""
+        """Make the loop of this call the one that owns the state: that of the first call in the default group."""
         if not self.home.done():
             self.home.set_result(asyncio.get_running_loop())
 
@@ -83,7 +125,7 @@ class QueueActor(MessageQueue[Any]):
         self.wake()
 
     async def withdraw(self, ticket: str) -> None:
-        """The caller is gone: stop waiting, or return what it will not hear of to the queue."""
+        """The caller is gone: stop waiting, or return the groups of its lease to the queue."""
         if ticket in self.waiting:
             task = self.waiting[ticket]
             assert task is not None
@@ -127,8 +169,8 @@ def forward_control(
 class RemoteQueue:
     """A MessageQueue in another process; implements `Queue` over the handle of a `QueueActor` actor.
 
-    Puts that come while another is under way are offered together, as one object and one call. Those that find no room
-    then wait one by one in the actor, in the order in which they came. All calls must come from one event loop; copies
+    Puts that arrive while another one is under way are offered together, as one object and one call. Those that find
+    no room wait one by one in the actor, in the order of their arrival. All calls must come from one event loop; copies
     in other processes are other producers.
     """
 
@@ -141,7 +183,7 @@ class RemoteQueue:
         return RemoteQueue, (self.actor,)
 
     async def put(self, deliveries: Sequence[Delivery[Buffer]], timeout_s: float) -> list[int]:
-        """See `MessageQueue.put`; a put that is cancelled while it is answered may have been stored."""
+        """Put, see `MessageQueue.put`; a put that is cancelled while it is answered may have been stored."""
         put = Put(list(deliveries), asyncio.get_running_loop().create_future())
         self.line.append(put)
         if self.offering is None or self.offering.done():
@@ -153,7 +195,7 @@ class RemoteQueue:
         return dropped
 
     async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Buffer]:
-        """See `MessageQueue.lease`; groups that were leased to a cancelled call go back to the head.
+        """Lease, see `MessageQueue.lease`; groups that were leased to a cancelled call go back to the head.
 
         Raises:
             RunError: the process that put one of the groups has died.
@@ -170,7 +212,7 @@ class RemoteQueue:
     stats = forward_control(MessageQueue.stats)
 
     async def offer_all(self) -> None:
-        """Offer the puts that stand in line until there are none."""
+        """Offer the puts in line until there are none."""
         while self.line:
             await self.offer(self.next_puts())
             await asyncio.sleep(0)  # those without room go on to wait in the actor, ahead of all that follow
@@ -183,11 +225,11 @@ class RemoteQueue:
         return [put for put in puts if not put.answer.cancelled()]
 
     async def offer(self, puts: Sequence[Put]) -> None:
-        """Bring these puts to the queue in one call, and tell each what came of it."""
+        """Bring these puts to the queue in one call, and answer each."""
         try:
             pack_deliveries(puts)
             answers = await call(NAME, self.actor.offer.remote([put.deliveries for put in puts]))
-        except Exception as error:  # noqa: BLE001 - every caller hears of it
+        except Exception as error:  # noqa: BLE001 - every caller gets it
             for put in puts:
                 if not put.answer.cancelled():
                     put.answer.set_exception(error)
@@ -203,7 +245,7 @@ class RemoteQueue:
 
     @asynccontextmanager
     async def ticket(self) -> AsyncIterator[str]:
-        """Name a call; a caller that is cancelled before it has used the answer takes the call back."""
+        """Name a call; it is withdrawn if the caller is cancelled before it has used the answer."""
         ticket = uuid4().hex
         try:
             yield ticket
@@ -223,14 +265,14 @@ class RemoteQueue:
 
 
 def pack_deliveries(puts: Sequence[Put]) -> None:
-    """Replace the payloads of these puts by what the queue holds of them."""
+    """Replace the payloads of these puts by the references that the queue holds."""
     packed = iter(pack([delivery.payload for put in puts for delivery in put.deliveries]))
     for put in puts:
         put.deliveries = [Delivery(delivery.header, next(packed)) for delivery in put.deliveries]
 
 
 def start_queue(
-    capacity: int, max_staleness: int, when_full: WhenFull, place: Place = ANYWHERE, max_waiting: int = 1000
+    capacity: int, max_staleness: int, when_full: WhenFull, placement: Placement = ANYWHERE, max_waiting: int = 1000
 ) -> RemoteQueue:
     """Start the queue's actor in the Ray cluster that this process is connected to.
 
@@ -238,10 +280,10 @@ def start_queue(
         capacity: see `MessageQueue`, as `max_staleness` and `when_full`.
         max_staleness: in policy versions.
         when_full: `block` or `drop_oldest`.
-        place: where to.
+        placement: of the actor.
         max_waiting: puts and leases that wait at once; more of them queue up in Ray, control calls pass.
     """
-    options = {"max_concurrency": max_waiting, "concurrency_groups": {CONTROL: 16}, **place.options()}
+    options = {"max_concurrency": max_waiting, "concurrency_groups": {CONTROL: 16}, **placement.options()}
     shell = ray.remote(**options)(QueueActor)
     actor = shell.remote(capacity, max_staleness, when_full)
     actor.start.remote()

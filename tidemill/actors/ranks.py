@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from tidemill.actors.call import IO, WEIGHTS, call
-from tidemill.actors.placement import rank_place
+from tidemill.actors.placement import rank_placement
 from tidemill.cluster.local import weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.models.locate import fetch_model_once
@@ -48,7 +48,7 @@ class RankActor:
 
     Args:
         config: of the run.
-        model_path: folder of the model; None has it brought to this pod, see `models.locate.fetch_model_once`.
+        model_path: folder of the model; None downloads it to this pod, see `models.locate.fetch_model_once`.
         rank: of this process.
         claim: to the lease without which nothing is written to the store; None needs none.
     """
@@ -63,7 +63,9 @@ class RankActor:
 
     def meeting_place(self) -> str:
         """An address of this pod where the ranks can meet."""
-        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
+        with socket.socket() as probe:
+            probe.bind(("", 0))  # a free port
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def load(self, init_method: str | None) -> None:
         """Load the policy; not in the constructor, whose errors would look like the death of a process.
@@ -254,15 +256,7 @@ def start_ranks(config: RunConfig, model_path: str | None, claim: Claim | None =
     """Place the trainer ranks."""
     # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise; threads that spin would take the cores from the engines.
     threads = config.trainer.threads or len(os.sched_getaffinity(0))
-    options = rank_place(config).options({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
+    options = rank_placement(config).options({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
     shell = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, **options)(RankActor)
     actors = tuple(shell.remote(config, model_path, rank, claim) for rank in range(config.trainer.ranks))
     return RemoteRanks(actors, config.trainer.get_timeout_s)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -11,9 +11,9 @@ from typing import Any
 
 import ray
 
-from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, Remote, delegate, forward
+from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, Remote, delegate, delegated, forward
 from tidemill.actors.engine import RemoteEngine
-from tidemill.actors.placement import service_place
+from tidemill.actors.placement import service_placement
 from tidemill.config.run import RunConfig
 from tidemill.models.locate import Locator, fetch_model_once
 from tidemill.protocols import Generation
@@ -41,6 +41,9 @@ class RolloutActor:
     prompts: PromptSet
     rewards: RewardPool
     rollouter: Rollouter
+
+    run = delegated(Rollouter.run)
+    stop = delegated(Rollouter.stop)
 
     def __init__(
         self,
@@ -84,10 +87,6 @@ class RolloutActor:
         """The rollouter, once it has started."""
         return self.rollouter
 
-    async def run(self) -> None:
-        """Generate until the data or the run ends."""
-        await self.rollouter.run()
-
     async def ledger_state(self) -> Mapping[str, object]:
         """The ledger, with the digests of the data that its numbers stand for."""
         return {**await self.rollouter.ledger_state(), **self.digests}
@@ -96,17 +95,13 @@ class RolloutActor:
         """`[T]` int32, tokens whose log-probs trainer and engines must agree on."""
         return self.prompts.canary()
 
-    async def stop(self) -> None:
-        """End generation."""
-        await self.rollouter.stop()
-
     async def close(self) -> None:
         """End the reward workers."""
         await self.rewards.close()
 
 
 def reward_workers() -> int:
-    """Processes that score: at least two, so that a function that hangs does not hold up all others."""
+    """Number of processes that score: at least two, so that a function that hangs does not block all others."""
     return min(MAX_REWARD_WORKERS, max(2, len(os.sched_getaffinity(0)) // 2))
 
 
@@ -117,16 +112,16 @@ def decode(tokenizer: Any, token_ids: Int32Array) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteGeneration(Remote):
+class RemoteRollouter(Remote):
     """The rollouter in another process: `Generation` and `rollout.fleet.Rotation`."""
 
     actor: Any
     name = "the rollouter"
 
     start = forward(RolloutActor.start, timeout_s=None)
-    run = forward(RolloutActor.run, timeout_s=None)
+    run = forward(Rollouter.run, timeout_s=None)
     canary = forward(RolloutActor.canary)
-    stop = forward(RolloutActor.stop)
+    stop = forward(Rollouter.stop)
     close = forward(RolloutActor.close)
 
     begin_version = forward(Generation.begin_version)
@@ -155,8 +150,8 @@ def start_rollouter(
     queue: Any,
     ledger: Mapping[str, object] | None,
     version: int,
-) -> RemoteGeneration:
+) -> RemoteRollouter:
     """Place the rollouter."""
-    shell = ray.remote(RolloutActor).options(max_concurrency=MAX_CALLS, **service_place(config).options())
+    shell = ray.remote(RolloutActor).options(max_concurrency=MAX_CALLS, **service_placement(config).options())
     actor = shell.remote(config, model_path, engines, queue, ledger, version, os.getcwd())
-    return RemoteGeneration(actor)
+    return RemoteRollouter(actor)

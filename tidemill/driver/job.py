@@ -30,7 +30,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from tidemill.actors.scorer import score_remotely
+from tidemill.actors.engine import score_remotely
 from tidemill.cluster.local import ray_session
 from tidemill.config.kubernetes import RANKS_PER_POD
 from tidemill.config.reading import parse_config

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 from tidemill.actors.engine import start_engine
-from tidemill.actors.placement import apart, check_gpus, engine_place, pods_ready, service_place
+from tidemill.actors.placement import check_gpus, engine_placement, has_own_pods, service_placement, wait_for_pods
 from tidemill.actors.queue import RemoteQueue, start_queue
 from tidemill.actors.ranks import RemoteRanks, start_ranks
-from tidemill.actors.rollouter import RemoteGeneration, start_rollouter
+from tidemill.actors.rollouter import RemoteRollouter, start_rollouter
 from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.config.validation import notices, other_processor
@@ -80,7 +80,7 @@ def train(
         TidemillError: what went wrong, with the traceback of the worker it happened in.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    model = None if apart(config) else fetch_model(config)
+    model = None if has_own_pods(config) else fetch_model(config)
     with EventLog(config.folder / "events.jsonl") as log, ray_session(config):
         return asyncio.run(Run(config, model, log, stop or Stop(), claim, score_last).train())
 
@@ -92,7 +92,7 @@ class Parts:
     fleet: Fleet
     ranks: RemoteRanks
     queue: RemoteQueue
-    generation: RemoteGeneration
+    generation: RemoteRollouter
     synchronizer: Synchronizer
 
     async def close(self) -> None:
@@ -124,6 +124,7 @@ class Run:
     stop: Stop
     claim: Claim | None = None
     score_last: bool = False
+    upload_timeout_s: float = UPLOAD_TIMEOUT_S
     checkpoint_uri: str | None = None
     upload: asyncio.Task[str] | None = None
     ledger: Mapping[str, Any] = field(default_factory=dict)
@@ -158,18 +159,18 @@ class Run:
     async def start_parts(self, observer: RunObserver, restart: Restart | None, store: ObjectStore) -> Parts:
         """Place all actors; engines and trainer load at the same time."""
         config, path = self.config, str(self.model.path) if self.model else None
-        await pods_ready(config, observer.phase)
+        await wait_for_pods(config, observer.phase)
         source = self.model.source if self.model else "brought to each pod"
         engines_of_run = counted(config.rollout.engines, "engine")
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
-        gpus = engine_place(config).gpus > 0
+        gpus = engine_placement(config).gpus > 0
         for text in (*notices(config), *other_processor(config.rollout, gpus)):
             observer.notice(text)
         engines = [start_engine(config, path, EngineId(n)) for n in range(config.rollout.engines)]
         ranks = start_ranks(config, path, self.claim)
         asynchrony, capacity = config.asynchrony, config.queue_capacity
-        queue = start_queue(capacity, asynchrony.max_staleness, config.queue.when_full, service_place(config))
+        queue = start_queue(capacity, asynchrony.max_staleness, config.queue.when_full, service_placement(config))
         await loaded(config, [ranks.load(), *(engine.start() for engine in engines)])
         version = restart.position.version if restart else 0
         if restart:
@@ -266,17 +267,19 @@ class Run:
         """Wait for the upload under way; its failure is the run's.
 
         Raises:
-            RunError: it takes longer than `UPLOAD_TIMEOUT_S`.
+            RunError: it takes longer than `upload_timeout_s`.
             StoreError: it failed.
         """
         upload, self.upload = self.upload, None  # told once, also where it failed and the run is closed for that
         if upload is None:
             return
         try:
-            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+            async with asyncio.timeout(self.upload_timeout_s):
                 self.checkpoint_uri = await upload
         except TimeoutError as error:
-            raise RunError(f"a checkpoint was not stored within {UPLOAD_TIMEOUT_S:g} s; is the store slow?") from error
+            raise RunError(
+                f"a checkpoint was not stored within {self.upload_timeout_s:g} s; is the store slow?"
+            ) from error
 
     def summarise(
         self,
@@ -333,13 +336,13 @@ def make_transport(config: RunConfig, ranks: RemoteRanks, store: ObjectStore, cl
     return SharedMemoryTransport(weights_folder(config), ranks)
 
 
-async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]]) -> None:
+async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]], place_timeout_s: float = PLACE_TIMEOUT_S) -> None:
     """Wait until all of `parts` have loaded.
 
     Raises:
         RunError: not within `rollout.start_timeout_s`, for example because the cluster has no place for an actor.
     """
-    limit = config.rollout.start_timeout_s + PLACE_TIMEOUT_S
+    limit = config.rollout.start_timeout_s + place_timeout_s
     try:
         async with asyncio.timeout(limit):
             await asyncio.gather(*parts)

@@ -52,7 +52,7 @@ class Member(Engine, Protocol):
 
 
 class Rotation(Protocol):
-    """Sends groups to the engines: `actors.rollouter.RemoteGeneration`."""
+    """Sends groups to the engines: `actors.rollouter.RemoteRollouter`."""
 
     async def add_engine(self, engine_id: EngineId, engine: Member) -> None:
         """Send groups to this engine, which has the newest version."""
