@@ -84,8 +84,8 @@ class FakeMember(FakeEngine):
         self.ended = True
 
 
-class Mortal(FakeMember):
-    """Dies of some occurrences and held-out prompts, after it has sampled a token of them."""
+class CrashingMember(FakeMember):
+    """Crashes during some occurrences and held-out prompts, after their first token."""
 
     deadly: Collection[int | str] = ()
 
@@ -105,8 +105,8 @@ class Mortal(FakeMember):
 
 
 @dataclass
-class Crew:
-    """A rollouter, a trainer that counts, and a fleet of fakes.
+class FleetRig:
+    """A rollouter, a trainer that only counts, and a fleet of fakes.
 
     Attributes:
         export, score: of the trainer's weights.
@@ -131,7 +131,7 @@ class Crew:
         self.members = [FakeMember(EngineId(number)) for number in range(self.engines)]
         self.started: list[FakeMember] = []
         self.notices: list[str] = []
-        self.rig = Rig(
+        self.rollout = Rig(
             run_config(**self.options),
             rows=self.rows,
             engines=list(self.members),
@@ -147,7 +147,7 @@ class Crew:
             self.members,
             self.begin,
             FleetLimits(self.start_timeout_s, 1.0, 0.005, 0.1, 0.005, self.losses),
-            self.rig.rollouter,
+            self.rollout.rollouter,
             self.synchronizer,
             self.notices.append,
             self.elasticity,
@@ -159,21 +159,21 @@ class Crew:
 
     async def train(self, steps: int, at: Callable[[int], Any] = lambda step: None) -> None:
         """Optimizer steps, a version each; `at` is called before each with its number."""
-        self.rig.engines.clear()  # the fleet publishes
+        self.rollout.engines.clear()  # the fleet publishes
         for _ in range(steps):
-            if (wait := at(self.rig.version)) is not None:
+            if (wait := at(self.rollout.version)) is not None:
                 await wait
-            assert await self.rig.train_step()
-            await self.fleet.publish(self.rig.version, "keep")
+            assert await self.rollout.train_step()
+            await self.fleet.publish(self.rollout.version, "keep")
 
     async def run(self, steps: int, at: Callable[[int], Any] = lambda step: None) -> None:
         async with asyncio.timeout(DEADLINE_S), self.fleet.kept():
             await self.fleet.publish(0, "keep")
-            generation = asyncio.create_task(self.rig.rollouter.run())
+            generation = asyncio.create_task(self.rollout.rollouter.run())
             await self.train(steps, at)
-            await self.rig.rollouter.stop()
+            await self.rollout.rollouter.stop()
             await generation
-        self.rig.ledger.check()
+        self.rollout.ledger.check()
 
 
 async def until(condition: Callable[[], bool]) -> None:

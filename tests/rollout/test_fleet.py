@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fleet_rig import DEADLINE_S, Crew, FakeMember, Mortal, until
+from fleet_rig import DEADLINE_S, CrashingMember, FakeMember, FleetRig, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_rig import held_out
@@ -31,164 +31,162 @@ pytestmark = pytest.mark.own_time
 async def test_an_engine_that_dies_is_replaced_by_one_with_the_newest_version_and_no_group_is_lost(
     tmp_path: Path,
 ) -> None:
-    crew = Crew(tmp_path, options={"trainer": {"steps": 8}})
+    rig = FleetRig(tmp_path, options={"trainer": {"steps": 8}})
 
     async def die(step: int) -> None:
         if step == 2:
-            await until(lambda: bool(crew.members[0]._running))
-            await crew.members[0].shutdown()
+            await until(lambda: bool(rig.members[0]._running))
+            await rig.members[0].shutdown()
         if step == 6:
-            await until(
-                lambda: len(crew.fleet.members) == len(crew.started) + 1 == 2 and bool(crew.started[0].requests)
-            )
+            await until(lambda: len(rig.fleet.members) == len(rig.started) + 1 == 2 and bool(rig.started[0].requests))
 
-    await crew.run(8, die)
-    [replacement] = crew.started
+    await rig.run(8, die)
+    [replacement] = rig.started
     assert replacement.id == EngineId(2)
-    assert [member.id.number for member in crew.fleet.members] == [1, 2]
+    assert [member.id.number for member in rig.fleet.members] == [1, 2]
     assert replacement.adopted[0] >= 2 and replacement.adopted[-1] == 8
-    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
-    assert crew.rig.ledger.counts()["dropped/engine_lost"] > 0
-    assert crew.rig.ledger.counts()["quarantined"] == 0
-    assert crew.members[0].ended
-    assert any("engine 0 is lost and will be replaced" in notice for notice in crew.notices)
+    assert len(rig.rollout.uids) == len(set(rig.rollout.uids)) == 8 * 4
+    assert rig.rollout.ledger.counts()["dropped/engine_lost"] > 0
+    assert rig.rollout.ledger.counts()["quarantined"] == 0
+    assert rig.members[0].ended
+    assert any("engine 0 is lost and will be replaced" in notice for notice in rig.notices)
 
 
 async def test_when_the_last_engine_dies_the_trainer_waits_for_the_next_one(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, engines=1)
+    rig = FleetRig(tmp_path, engines=1)
 
     async def die(step: int) -> None:
         if step == 2:
-            await crew.members[0].shutdown()
+            await rig.members[0].shutdown()
 
-    await crew.run(5, die)
-    assert [member.id.number for member in crew.fleet.members] == [1]
-    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 5 * 4
+    await rig.run(5, die)
+    assert [member.id.number for member in rig.fleet.members] == [1]
+    assert len(rig.rollout.uids) == len(set(rig.rollout.uids)) == 5 * 4
 
 
 async def test_generation_goes_on_with_the_rest_while_the_next_engine_has_no_place(tmp_path: Path) -> None:
     place = asyncio.Event()
-    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=place))
+    rig = FleetRig(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=place))
 
     async def die(step: int) -> None:
         if step == 1:
-            await crew.members[0].shutdown()
+            await rig.members[0].shutdown()
         if step == 4:
-            assert [member.id.number for member in crew.fleet.members] == [1]
+            assert [member.id.number for member in rig.fleet.members] == [1]
             place.set()
-            await until(lambda: len(crew.fleet.members) == 2)
+            await until(lambda: len(rig.fleet.members) == 2)
 
-    await crew.run(5, die)
-    assert crew.started[0].adopted[0] == 4
+    await rig.run(5, die)
+    assert rig.started[0].adopted[0] == 4
 
 
 async def test_an_engine_that_never_finds_a_place_ends_the_run_only_if_it_is_the_last(tmp_path: Path) -> None:
     never = asyncio.Event()
-    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=never), start_timeout_s=0.05)
+    rig = FleetRig(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=never), start_timeout_s=0.05)
 
     async def die(step: int) -> None:
         if step == 1:
-            await crew.members[0].shutdown()
-            await until(lambda: len(crew.started) >= 3)
-            assert all(member.ended for member in crew.started[:-1])
+            await rig.members[0].shutdown()
+            await until(lambda: len(rig.started) >= 3)
+            assert all(member.ended for member in rig.started[:-1])
         if step == 3:
-            await crew.members[1].shutdown()
+            await rig.members[1].shutdown()
 
     with pytest.raises(RunError, match=r"was not placed and loaded within 0\.05 s .*no other engine is left"):
-        await crew.run(5, die)
+        await rig.run(5, die)
 
 
 async def test_engines_that_die_for_ever_end_the_run_with_their_error(tmp_path: Path) -> None:
     broken = EngineError("vLLM could not start: no such kernel")
-    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, fails=broken))
+    rig = FleetRig(tmp_path, start=lambda engine_id: FakeMember(engine_id, fails=broken))
 
     async def die(step: int) -> None:
         if step == 1:
-            await crew.members[0].shutdown()
+            await rig.members[0].shutdown()
             await asyncio.sleep(DEADLINE_S)
 
     with pytest.raises(EngineError, match=r"3 engines in a row.*no such kernel") as caught:
-        await crew.run(5, die)
+        await rig.run(5, die)
     assert caught.value.__cause__ is broken
-    assert len(crew.started) == LOSSES
-    assert all(member.ended for member in crew.started)
+    assert len(rig.started) == LOSSES
+    assert all(member.ended for member in rig.started)
 
 
 async def test_a_store_that_is_away_for_a_moment_costs_another_attempt(tmp_path: Path) -> None:
     away = iter([StoreError("no answer")])
-    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, fails=next(away, None)))
+    rig = FleetRig(tmp_path, start=lambda engine_id: FakeMember(engine_id, fails=next(away, None)))
 
     async def die(step: int) -> None:
         if step == 1:
-            await crew.members[0].shutdown()
-            await until(lambda: [member.id.number for member in crew.fleet.members] == [1, 3])
+            await rig.members[0].shutdown()
+            await until(lambda: [member.id.number for member in rig.fleet.members] == [1, 3])
 
-    await crew.run(3, die)
-    assert [member.id.number for member in crew.started] == [2, 3]
+    await rig.run(3, die)
+    assert [member.id.number for member in rig.started] == [2, 3]
 
 
 async def test_an_engine_that_is_stuck_is_found_by_the_probe_and_ended_and_asked_nothing_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crew = Crew(tmp_path)
+    rig = FleetRig(tmp_path)
 
     async def hang(step: int) -> None:
         if step == 1:
-            crew.members[0].hangs.set()
-            await until(lambda: [m.id.number for m in crew.fleet.members] == [1, 2])
+            rig.members[0].hangs.set()
+            await until(lambda: [m.id.number for m in rig.fleet.members] == [1, 2])
 
-    await crew.run(3, hang)
-    assert crew.members[0].ended
+    await rig.run(3, hang)
+    assert rig.members[0].ended
     assert "is left out" not in caplog.text  # of a publication
 
 
 async def test_an_engine_that_is_lost_in_a_publication_is_replaced(tmp_path: Path) -> None:
-    crew = Crew(tmp_path)
+    rig = FleetRig(tmp_path)
 
     async def stuck(update: WeightUpdate, mode: PauseMode) -> None:
         await asyncio.sleep(60)
 
     async def hang(step: int) -> None:
         if step == 1:
-            crew.members[0].update_weights = stuck  # type: ignore[method-assign]
+            rig.members[0].update_weights = stuck  # type: ignore[method-assign]
         if step == 2:
-            await until(lambda: [m.id.number for m in crew.fleet.members] == [1, 2])
+            await until(lambda: [m.id.number for m in rig.fleet.members] == [1, 2])
 
-    await crew.run(3, hang)
-    assert crew.members[0].ended
-    assert crew.started[0].adopted[-1] == 3
+    await rig.run(3, hang)
+    assert rig.members[0].ended
+    assert rig.started[0].adopted[-1] == 3
 
 
 async def test_an_engine_that_only_the_rollouter_cannot_reach_is_replaced(tmp_path: Path) -> None:
-    crew = Crew(tmp_path)
+    rig = FleetRig(tmp_path)
 
     async def away(step: int) -> None:
         if step == 1:
-            crew.rig.rollouter._engines._engines[EngineId(0)].lost = "its connection is lost"
-            await until(lambda: bool(crew.started) and len(crew.fleet.members) == 2)
+            rig.rollout.rollouter._engines._engines[EngineId(0)].lost = "its connection is lost"
+            await until(lambda: bool(rig.started) and len(rig.fleet.members) == 2)
 
-    await crew.run(3, away)
-    assert any("its connection is lost" in notice for notice in crew.notices)
+    await rig.run(3, away)
+    assert any("its connection is lost" in notice for notice in rig.notices)
 
 
 async def test_nothing_is_left_of_an_engine_that_starts_when_the_run_ends(tmp_path: Path) -> None:
     never = asyncio.Event()
-    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=never))
+    rig = FleetRig(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=never))
 
     async def die(step: int) -> None:
         if step == 1:
-            await crew.members[0].shutdown()
-            await until(lambda: bool(crew.started))
+            await rig.members[0].shutdown()
+            await until(lambda: bool(rig.started))
 
-    await crew.run(3, die)
-    assert crew.started[0].ended
+    await rig.run(3, die)
+    assert rig.started[0].ended
 
 
 @pytest.mark.parametrize("end", ["the run ends", "the rollouter dies"])
 async def test_an_engine_that_is_being_removed_is_ended_whatever_happens(
     tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew, asked = Crew(tmp_path), asyncio.Event()
+    rig, asked = FleetRig(tmp_path), asyncio.Event()
 
     async def remove(engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
         asked.set()
@@ -197,12 +195,12 @@ async def test_an_engine_that_is_being_removed_is_ended_whatever_happens(
         await asyncio.sleep(DEADLINE_S)
         return 0
 
-    monkeypatch.setattr(crew.rig.rollouter, "remove_engine", remove)
+    monkeypatch.setattr(rig.rollout.rollouter, "remove_engine", remove)
     with suppress(RunError):
-        async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
-            crew.members[0].hangs.set()
+        async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
+            rig.members[0].hangs.set()
             await asked.wait()
-    assert crew.members[0].ended
+    assert rig.members[0].ended
 
 
 def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
@@ -214,12 +212,12 @@ def test_a_crash_loop_is_one_place_that_finishes_nothing() -> None:
     assert loop.lost(EngineId(0), 0) == 1
 
 
-def mortals(tmp_path: Path, engines: int, deadly: Collection[int | str], prompts: int = 8, **options: Any) -> Crew:
-    made = type("DyingOf", (Mortal,), {"deadly": deadly})
-    crew = Crew(tmp_path, engines=engines, start=made, options=options, held_out=held_out(prompts))
-    for member in crew.members:
+def mortals(tmp_path: Path, engines: int, deadly: Collection[int | str], prompts: int = 8, **options: Any) -> FleetRig:
+    made = type("DyingOf", (CrashingMember,), {"deadly": deadly})
+    rig = FleetRig(tmp_path, engines=engines, start=made, options=options, held_out=held_out(prompts))
+    for member in rig.members:
         member.__class__ = made
-    return crew
+    return rig
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -228,19 +226,19 @@ def mortals(tmp_path: Path, engines: int, deadly: Collection[int | str], prompts
 async def test_a_prompt_that_kills_its_engine_is_set_aside_and_nothing_else_is(
     tmp_path: Path, engines: int, max_attempts: int, deadly: set[int]
 ) -> None:
-    crew = mortals(tmp_path, engines, deadly, rollout={"max_attempts": max_attempts})
-    await crew.run(5)
-    assert crew.rig.ledger.quarantined == dict.fromkeys(deadly, "kills_engine")
-    assert crew.rig.uids == [uid for uid in range(20 + len(deadly)) if uid not in deadly]
-    again = Ledger.restore(crew.rig.ledger.state(), crew.rig.ledger.total)
-    assert again.quarantined == crew.rig.ledger.quarantined
+    rig = mortals(tmp_path, engines, deadly, rollout={"max_attempts": max_attempts})
+    await rig.run(5)
+    assert rig.rollout.ledger.quarantined == dict.fromkeys(deadly, "kills_engine")
+    assert rig.rollout.uids == [uid for uid in range(20 + len(deadly)) if uid not in deadly]
+    again = Ledger.restore(rig.rollout.ledger.state(), rig.rollout.ledger.total)
+    assert again.quarantined == rig.rollout.ledger.quarantined
 
 
 async def test_where_every_prompt_kills_its_engine_it_is_not_the_prompts(tmp_path: Path) -> None:
-    crew = mortals(tmp_path, 1, range(200))
-    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+    rig = mortals(tmp_path, 1, range(200))
+    async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
         with pytest.raises(EngineError, match=r"3 prompts in a row, occurrences \[0, 1, 2\], crashed 3 engines each"):
-            await crew.rig.rollouter.run()
+            await rig.rollout.rollouter.run()
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -249,61 +247,61 @@ async def test_where_every_prompt_kills_its_engine_it_is_not_the_prompts(tmp_pat
 async def test_a_held_out_prompt_that_kills_its_engine_is_skipped_and_nothing_beside_it_is(
     tmp_path: Path, engines: int, max_attempts: int, deaths: int, deadly: set[int | str]
 ) -> None:
-    crew = mortals(tmp_path, engines, deadly, rollout={"max_attempts": max_attempts})
+    rig = mortals(tmp_path, engines, deadly, rollout={"max_attempts": max_attempts})
     scores: list[Evaluation] = []
 
     async def score(version: int) -> None:
-        scores.append(await crew.rig.rollouter.evaluate(version))
+        scores.append(await rig.rollout.rollouter.evaluate(version))
 
-    await crew.run(5, lambda version: score(version) if version in (1, 3) else None)
+    await rig.run(5, lambda version: score(version) if version in (1, 3) else None)
     rows = [row for row in range(8) if f"evaluation-{row}" not in deadly]
     assert [[int(answer.expected or "") for answer in score.answers] for score in scores] == [rows, rows]
     assert [score.skipped for score in scores] == [{"kills_engine": 8 - len(rows)}] * 2
-    assert crew.rig.ledger.quarantined == {uid: "kills_engine" for uid in deadly if isinstance(uid, int)}
-    assert len(crew.started) <= len(deadly) * deaths + 1  # beside a held-out prompt a group is not to blame
+    assert rig.rollout.ledger.quarantined == {uid: "kills_engine" for uid in deadly if isinstance(uid, int)}
+    assert len(rig.started) <= len(deadly) * deaths + 1  # beside a held-out prompt a group is not to blame
 
 
 @pytest.mark.parametrize("width", [1, 2, 16])
 async def test_deadly_held_out_prompts_do_not_look_like_engines_that_die_for_ever(tmp_path: Path, width: int) -> None:
     deadly = {f"evaluation-{row}" for row in (0, 1, 6)}
-    crew = mortals(tmp_path, 1, deadly, rollout={"concurrent_samples_per_replica": width})
-    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
-        assert (await crew.rig.rollouter.evaluate(0)).skipped == {"kills_engine": 3}
-    assert len(crew.started) <= 3 * 3
+    rig = mortals(tmp_path, 1, deadly, rollout={"concurrent_samples_per_replica": width})
+    async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
+        assert (await rig.rollout.rollouter.evaluate(0)).skipped == {"kills_engine": 3}
+    assert len(rig.started) <= 3 * 3
 
 
 async def test_where_every_held_out_prompt_kills_its_engine_it_is_not_the_prompts(tmp_path: Path) -> None:
-    crew = mortals(tmp_path, 1, [f"evaluation-{row}" for row in range(8)])
-    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+    rig = mortals(tmp_path, 1, [f"evaluation-{row}" for row in range(8)])
+    async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
         with pytest.raises(EngineError, match=r"3 held-out prompts, rows \[0, 1, 2\], crashed 3 engines each"):
-            await crew.rig.rollouter.evaluate(0)
+            await rig.rollout.rollouter.evaluate(0)
 
 
 async def test_too_many_held_out_prompts_that_kill_their_engine_are_not_skipped_one_by_one(tmp_path: Path) -> None:
-    crew = mortals(tmp_path, 1, [f"evaluation-{row}" for row in range(4, 24)], rollout={"max_attempts": 1}, prompts=24)
-    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+    rig = mortals(tmp_path, 1, [f"evaluation-{row}" for row in range(4, 24)], rollout={"max_attempts": 1}, prompts=24)
+    async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
         with pytest.raises(EngineError, match=r"8 held-out prompts, rows \[4, .*crashed 2 engines each"):
-            await crew.rig.rollouter.evaluate(0)
+            await rig.rollout.rollouter.evaluate(0)
 
 
 async def test_a_spare_engine_that_dies_of_a_prompt_costs_few_scores_and_not_all(tmp_path: Path) -> None:
-    crew = mortals(tmp_path, 2, {"evaluation-3"})
+    rig = mortals(tmp_path, 2, {"evaluation-3"})
     outcomes: list[Mapping[str, int] | None] = []
 
     async def score(version: int) -> None:
-        engine = await crew.fleet.set_aside()
+        engine = await rig.fleet.set_aside()
         assert engine is not None
         try:
-            outcomes.append((await crew.rig.rollouter.evaluate(version, engine)).skipped)
+            outcomes.append((await rig.rollout.rollouter.evaluate(version, engine)).skipped)
         except EngineLostError:
             outcomes.append(None)
-            await until(lambda: engine not in {member.id for member in crew.fleet.members})
-        await crew.fleet.take_back(engine)
-        await until(lambda: len(crew.fleet.members) == 2)
+            await until(lambda: engine not in {member.id for member in rig.fleet.members})
+        await rig.fleet.take_back(engine)
+        await until(lambda: len(rig.fleet.members) == 2)
 
-    await crew.run(5, score)
+    await rig.run(5, score)
     assert outcomes == [None, None, None, {"kills_engine": 1}, {"kills_engine": 1}]
-    assert crew.rig.ledger.quarantined == {}
+    assert rig.rollout.ledger.quarantined == {}
 
 
 @settings(deadline=None)
@@ -344,108 +342,108 @@ AHEAD = {"time/step": 1.0, "time/sync": 0.1, "idle/trainer": 0.0, "idle/rolloute
 
 
 async def test_an_engine_is_added_while_the_trainer_waits_and_retired_while_generation_does(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, engines=1, options={"trainer": {"steps": 8}}, elasticity=Elasticity(1, 2))
+    rig = FleetRig(tmp_path, engines=1, options={"trainer": {"steps": 8}}, elasticity=Elasticity(1, 2))
 
     async def load(step: int) -> None:
         if step == 2:
             for _ in range(VERSIONS):
-                crew.fleet.measured(WAITING)
-            await until(lambda: crew.rig.rollouter._admission.policy.max_concurrent > 16)
-            assert crew.started[0].adopted == [2]
-            assert crew.rig.rollouter._admission.policy.max_concurrent == 2 * 16
+                rig.fleet.measured(WAITING)
+            await until(lambda: rig.rollout.rollouter._admission.policy.max_concurrent > 16)
+            assert rig.started[0].adopted == [2]
+            assert rig.rollout.rollouter._admission.policy.max_concurrent == 2 * 16
             for _ in range(2 * VERSIONS):  # no more than the bound
-                crew.fleet.measured(WAITING)
-            assert len(crew.started) == 1
+                rig.fleet.measured(WAITING)
+            assert len(rig.started) == 1
         if step == 5:
             for _ in range(VERSIONS):
-                crew.fleet.measured(AHEAD)
-            await until(lambda: crew.started[0].ended)
-            assert [member.id.number for member in crew.fleet.members] == [0]
-            assert crew.rig.rollouter._admission.policy.max_concurrent == 16
+                rig.fleet.measured(AHEAD)
+            await until(lambda: rig.started[0].ended)
+            assert [member.id.number for member in rig.fleet.members] == [0]
+            assert rig.rollout.rollouter._admission.policy.max_concurrent == 16
 
-    await crew.run(8, load)
-    assert crew.started[0].adopted[-1] == 5
-    assert crew.started[0].requests
-    assert crew.members[0].adopted[-1] == 8
-    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 8 * 4
+    await rig.run(8, load)
+    assert rig.started[0].adopted[-1] == 5
+    assert rig.started[0].requests
+    assert rig.members[0].adopted[-1] == 8
+    assert len(rig.rollout.uids) == len(set(rig.rollout.uids)) == 8 * 4
 
 
 async def test_an_engine_that_was_set_aside_catches_up_in_the_way_of_the_run_and_growth_goes_on(tmp_path: Path) -> None:
     """What it has in flight is to be treated as on any other engine."""
-    crew = Crew(tmp_path, elasticity=Elasticity(1, 3))
-    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
+    rig = FleetRig(tmp_path, elasticity=Elasticity(1, 3))
+    async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
         for version in range(2):
-            await crew.fleet.publish(version, "wait")
-        aside = await crew.fleet.set_aside()
+            await rig.fleet.publish(version, "wait")
+        aside = await rig.fleet.set_aside()
         assert aside is not None
-        await crew.fleet.publish(2, "wait")
-        [spare] = [member for member in crew.members if member.id == aside]
+        await rig.fleet.publish(2, "wait")
+        [spare] = [member for member in rig.members if member.id == aside]
         assert spare.adopted == [0, 1]
         for _ in range(VERSIONS):
-            crew.fleet.measured(WAITING)
-        await crew.fleet.take_back(aside)
-        await crew.fleet.publish(3, "wait")
+            rig.fleet.measured(WAITING)
+        await rig.fleet.take_back(aside)
+        await rig.fleet.publish(3, "wait")
         assert (spare.adopted, spare.modes) == ([0, 1, 2, 3], ["wait"] * 4)
-        assert not crew.started
+        assert not rig.started
         for _ in range(VERSIONS):
-            crew.fleet.measured(WAITING)
-        await until(lambda: bool(crew.started))
+            rig.fleet.measured(WAITING)
+        await until(lambda: bool(rig.started))
 
 
 @pytest.mark.parametrize("error", [EngineError("no"), EngineLostError("it died"), StoreError("no answer")])
 async def test_an_engine_that_was_set_aside_and_cannot_catch_up_is_replaced(tmp_path: Path, error: Exception) -> None:
-    crew = Crew(tmp_path)
+    rig = FleetRig(tmp_path)
 
     async def fail(update: WeightUpdate, mode: PauseMode) -> None:
         raise error
 
-    async with asyncio.timeout(DEADLINE_S), crew.fleet.kept():
-        await crew.fleet.publish(0, "keep")
-        assert await crew.fleet.set_aside() == EngineId(1)
-        crew.members[1].update_weights = fail  # type: ignore[method-assign]
-        await crew.fleet.publish(1, "keep")
-        await crew.fleet.take_back(EngineId(1))
-        await until(lambda: [member.id.number for member in crew.fleet.members] == [0, 2])
-    assert (crew.members[1].ended, crew.started[0].adopted) == (True, [1])
+    async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
+        await rig.fleet.publish(0, "keep")
+        assert await rig.fleet.set_aside() == EngineId(1)
+        rig.members[1].update_weights = fail  # type: ignore[method-assign]
+        await rig.fleet.publish(1, "keep")
+        await rig.fleet.take_back(EngineId(1))
+        await until(lambda: [member.id.number for member in rig.fleet.members] == [0, 2])
+    assert (rig.members[1].ended, rig.started[0].adopted) == (True, [1])
 
 
 async def test_an_engine_that_is_retired_finishes_what_it_has_and_what_takes_too_long_is_issued_again(
     tmp_path: Path,
 ) -> None:
-    crew = Crew(tmp_path, engines=2, options={"trainer": {"steps": 6}}, elasticity=Elasticity(1, 2))
-    crew.members[1]._faults = {uid: Fault("hang") for uid in range(200)}
+    rig = FleetRig(tmp_path, engines=2, options={"trainer": {"steps": 6}}, elasticity=Elasticity(1, 2))
+    rig.members[1]._faults = {uid: Fault("hang") for uid in range(200)}
 
     async def load(step: int) -> None:
         if step == 1:
-            await until(lambda: bool(crew.members[1]._running))
+            await until(lambda: bool(rig.members[1]._running))
             for _ in range(VERSIONS):
-                crew.fleet.measured(AHEAD)
+                rig.fleet.measured(AHEAD)
 
-    await crew.run(6, load)
-    assert crew.members[1].ended
-    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == 6 * 4
+    await rig.run(6, load)
+    assert rig.members[1].ended
+    assert len(rig.rollout.uids) == len(set(rig.rollout.uids)) == 6 * 4
 
 
 async def test_nothing_is_added_or_retired_while_an_engine_is_being_replaced(tmp_path: Path) -> None:
     place = asyncio.Event()
-    crew = Crew(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=place), elasticity=Elasticity(1, 4))
+    rig = FleetRig(tmp_path, start=lambda engine_id: FakeMember(engine_id, pending=place), elasticity=Elasticity(1, 4))
 
     async def load(step: int) -> None:
         if step == 1:
-            await crew.members[0].shutdown()
-            await until(lambda: bool(crew.started))
+            await rig.members[0].shutdown()
+            await until(lambda: bool(rig.started))
             for metrics in (WAITING, AHEAD):
                 for _ in range(VERSIONS):
-                    crew.fleet.measured(metrics)
+                    rig.fleet.measured(metrics)
             await asyncio.sleep(0.01)
-            assert (len(crew.started), len(crew.fleet.members)) == (1, 1)
+            assert (len(rig.started), len(rig.fleet.members)) == (1, 1)
 
-    await crew.run(3, load)
+    await rig.run(3, load)
 
 
 async def test_growth_that_finds_no_room_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
     never = asyncio.Event()
-    crew = Crew(
+    rig = FleetRig(
         tmp_path,
         start=lambda engine_id: FakeMember(engine_id, pending=never),
         start_timeout_s=0.02,
@@ -455,9 +453,9 @@ async def test_growth_that_finds_no_room_is_given_up_and_the_run_goes_on(tmp_pat
     async def load(step: int) -> None:
         if step == 1:
             for _ in range(VERSIONS):
-                crew.fleet.measured(WAITING)
-            await until(lambda: any("was not placed and loaded" in notice for notice in crew.notices))
-            assert crew.started[0].ended
+                rig.fleet.measured(WAITING)
+            await until(lambda: any("was not placed and loaded" in notice for notice in rig.notices))
+            assert rig.started[0].ended
 
-    await crew.run(3, load)
-    assert len(crew.started) == 1
+    await rig.run(3, load)
+    assert len(rig.started) == 1

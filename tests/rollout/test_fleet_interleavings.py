@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from fleet_rig import Crew, FakeMember
+from fleet_rig import FakeMember, FleetRig
 from rollout_rig import held_out
 
 from tidemill.errors import EngineError, EngineLostError, SyncError
@@ -62,16 +62,16 @@ class Unsteady(FakeMember):
 
 
 @dataclass
-class Troubled:
+class UnsteadyRun:
     """A run whose engines are killed at random."""
 
-    crew: Crew
+    rig: FleetRig
     mode: Mode
     draw: random.Random
     scored: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        fleet, rollouter = self.crew.fleet, self.crew.rig.rollouter
+        fleet, rollouter = self.rig.fleet, self.rig.rollout.rollouter
         self.validation = Validation(self.mode, rollouter, fleet, self.note, lambda notice: None)
 
     def note(self, step: int, evaluation: Evaluation) -> None:
@@ -80,7 +80,7 @@ class Troubled:
     async def kill(self) -> None:
         while True:
             await asyncio.sleep(self.draw.choice([0.003, 0.02, 0.05]))
-            for member in self.crew.fleet.members:
+            for member in self.rig.fleet.members:
                 match self.draw.randrange(20):
                     case 0:
                         member.hangs.set()  # type: ignore[attr-defined]
@@ -89,24 +89,24 @@ class Troubled:
 
     async def step(self, version: int) -> None:
         for _ in range(VERSIONS):
-            self.crew.fleet.measured(self.draw.choice([WAITING, AHEAD]))
+            self.rig.fleet.measured(self.draw.choice([WAITING, AHEAD]))
         if version % 3 == 1:
             await self.validation.begin(version, version)
-        assert await self.crew.rig.train_step()
+        assert await self.rig.rollout.train_step()
         if self.validation.holds_sync:
             await self.validation.settle()
-        await self.crew.fleet.publish(version + 1, self.draw.choice(["keep", "abort"]))
+        await self.rig.fleet.publish(version + 1, self.draw.choice(["keep", "abort"]))
 
     async def run(self) -> None:
-        async with asyncio.timeout(DEADLINE_S), self.crew.fleet.kept():
-            await self.crew.fleet.publish(0, "keep")
-            generation, killer = asyncio.create_task(self.crew.rig.rollouter.run()), asyncio.create_task(self.kill())
-            self.crew.rig.engines.clear()  # the fleet publishes
+        async with asyncio.timeout(DEADLINE_S), self.rig.fleet.kept():
+            await self.rig.fleet.publish(0, "keep")
+            generation, killer = asyncio.create_task(self.rig.rollout.rollouter.run()), asyncio.create_task(self.kill())
+            self.rig.rollout.engines.clear()  # the fleet publishes
             for version in range(STEPS):
                 await self.step(version)
             killer.cancel()
             await self.validation.settle()
-            await self.crew.rig.rollouter.stop()
+            await self.rig.rollout.rollouter.stop()
             await generation
 
 
@@ -119,16 +119,18 @@ async def test_whatever_becomes_of_engines_no_group_is_lost_or_too_old_and_none_
     draw = random.Random(f"{mode} {strategy} {seed}")
     options = {"trainer": {"steps": STEPS}, "asynchrony": {"staleness_strategy": strategy, "max_staleness": 2}}
     made = type("Drawn", (Unsteady,), {"draw": draw})
-    crew = Crew(tmp_path, start=made, options=options, held_out=held_out(8), elasticity=Elasticity(1, 4), losses=1000)
-    for member in crew.members:
+    rig = FleetRig(
+        tmp_path, start=made, options=options, held_out=held_out(8), elasticity=Elasticity(1, 4), losses=1000
+    )
+    for member in rig.members:
         member.__class__ = made
-    troubled = Troubled(crew, mode, draw)
+    troubled = UnsteadyRun(rig, mode, draw)
     await troubled.run()
-    crew.rig.ledger.check()
-    assert len(crew.rig.uids) == len(set(crew.rig.uids)) == STEPS * 4
-    assert max(crew.rig.ages) <= 2
+    rig.rollout.ledger.check()
+    assert len(rig.rollout.uids) == len(set(rig.rollout.uids)) == STEPS * 4
+    assert max(rig.rollout.ages) <= 2
     assert troubled.scored == [(step, step) for step, _ in troubled.scored]
-    assert all(member.ended for member in [*crew.members, *crew.started] if member not in crew.fleet.members)
+    assert all(member.ended for member in [*rig.members, *rig.started] if member not in rig.fleet.members)
 
 
 ROWS = 60
@@ -140,11 +142,11 @@ class Reader(Unsteady):
     """Reads the weights of a version, and computes from them."""
 
     weights = b""
-    lesson: Lesson
+    training: UnsteadyTraining
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         await super().update_weights(update, mode)
-        self.lesson.fail("adoption")
+        self.training.fail("adoption")
         self.weights = Path(update.path).read_bytes()
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
@@ -158,7 +160,7 @@ def scores(weights: bytes, token_ids: Int32Array) -> Float32Array:
 
 
 @dataclass(repr=False)
-class Lesson:
+class UnsteadyTraining:
     """A whole run whose engines are killed at random while the trainer learns on; its ranks and its observer.
 
     The weights are the number of the optimizer steps that made them.
@@ -180,13 +182,13 @@ class Lesson:
     failing: Part | None = None
 
     def __post_init__(self) -> None:
-        self.made = type("Drawn", (Reader,), {"draw": self.draw, "lesson": self})
+        self.made = type("Drawn", (Reader,), {"draw": self.draw, "training": self})
         position, state = self.start or (Position(), None)
         self.exporting = False
         self.taken, self.ages, self.scored = dict[int, list[int]](), list[int](), list[tuple[int, int]]()
         self.versions, self.metrics = dict[int, int](), list[Metrics]()
         self.stop = Stop()
-        self.crew = Crew(
+        self.rig = FleetRig(
             self.folder,
             start=self.made,
             options=self.options,
@@ -199,16 +201,16 @@ class Lesson:
             state=state,
             version=position.version,
         )
-        for member in self.crew.members:
+        for member in self.rig.members:
             member.__class__ = self.made
-        rig = self.crew.rig
-        self.done = position.step * rig.config.asynchrony.require_batches
+        rollout = self.rig.rollout
+        self.done = position.step * rollout.config.asynchrony.require_batches
         self.trainer = Trainer(
-            rig.config,
-            rig.queue,
-            rig.rollouter,
+            rollout.config,
+            rollout.queue,
+            rollout.rollouter,
             self,
-            self.crew.fleet,
+            self.rig.fleet,
             self,
             self.commit,
             replace(position),
@@ -252,22 +254,22 @@ class Lesson:
         await self.pause(0, 0.001, 0.01, 0.05)
         self.fail("update")
         self.done += 1
-        [lease] = self.crew.rig.queue.leases.values()
+        [lease] = self.rig.rollout.queue.leases.values()
         groups = [Group.from_bytes(arrival.delivery.payload) for arrival in lease]
         self.taken[self.trainer.position.step] = [group.uid for group in groups]
-        mask = self.crew.rig.config.asynchrony.staleness_strategy == "mask"  # what is older is left out
+        mask = self.rig.rollout.config.asynchrony.staleness_strategy == "mask"  # what is older is left out
         self.ages += [version - (group.newest_version if mask else group.oldest_version) for group in groups]
         return {"loss": 1.0}
 
     async def commit(self, position: Position) -> None:
         await self.pause(0, 0.01)
         self.fail("commit")
-        self.commits.append((position, await self.crew.rig.rollouter.ledger_state()))
+        self.commits.append((position, await self.rig.rollout.rollouter.ledger_state()))
 
     def step_finished(self, position: Position, metrics: Metrics) -> None:
         self.metrics.append(metrics)
         self.versions[position.step] = position.version
-        self.crew.fleet.measured(metrics | {"idle/trainer": 0.0, "idle/rollouter": 0.0} | self.load)
+        self.rig.fleet.measured(metrics | {"idle/trainer": 0.0, "idle/rollouter": 0.0} | self.load)
 
     @property
     def load(self) -> Metrics:
@@ -291,7 +293,7 @@ class Lesson:
         await asyncio.sleep(0.02)
         while True:
             await self.pause(0.003, 0.02, 0.05, 0.2)
-            for member in self.crew.fleet.members:
+            for member in self.rig.fleet.members:
                 match self.draw.randrange(20):
                     case 0:
                         member.hangs.set()  # type: ignore[attr-defined]
@@ -308,9 +310,9 @@ class Lesson:
 
     async def run(self) -> None:
         """As `run.Run` does."""
-        rollouter = self.crew.rig.rollouter
-        async with asyncio.timeout(DEADLINE_S), self.crew.fleet.kept():
-            await self.crew.fleet.publish(self.trainer.position.version, "keep")
+        rollouter = self.rig.rollout.rollouter
+        async with asyncio.timeout(DEADLINE_S), self.rig.fleet.kept():
+            await self.rig.fleet.publish(self.trainer.position.version, "keep")
             others = asyncio.create_task(self.kill()), asyncio.create_task(self.end_early())
             try:
                 async with task_group() as tasks:
@@ -322,7 +324,7 @@ class Lesson:
                 for other in others:
                     other.cancel()
         await self.commit(self.trainer.position)
-        self.crew.rig.ledger.check()
+        self.rig.rollout.ledger.check()
 
 
 def drawn_options(draw: random.Random, end: End, mode: Mode) -> dict[str, Any]:
@@ -353,36 +355,36 @@ async def test_whatever_becomes_of_engines_while_the_trainer_learns_on_a_run_end
     tmp_path: Path, mode: Mode, end: End, seed: int
 ) -> None:
     draw = random.Random(f"{mode} {end} {seed}")
-    lesson = Lesson(tmp_path / "first", drawn_options(draw, end, mode), draw, end)
-    await lesson.run()
-    check(lesson)
-    start = position, _ = draw.choice(lesson.commits)
-    rest = Lesson(tmp_path / "rest", lesson.options, draw, "steps", start=start)
+    training = UnsteadyTraining(tmp_path / "first", drawn_options(draw, end, mode), draw, end)
+    await training.run()
+    check(training)
+    start = position, _ = draw.choice(training.commits)
+    rest = UnsteadyTraining(tmp_path / "rest", training.options, draw, "steps", start=start)
     await rest.run()
     check(rest)
-    uids = lesson.trained[: position.groups] + rest.trained
+    uids = training.trained[: position.groups] + rest.trained
     assert len(uids) == len(set(uids))
     if end == "data":
-        assert len(uids) + len(rest.crew.rig.ledger.state()["quarantined"]) == ROWS
+        assert len(uids) + len(rest.rig.rollout.ledger.state()["quarantined"]) == ROWS
     else:
-        assert rest.trainer.position.step == rest.crew.rig.config.trainer.steps
+        assert rest.trainer.position.step == rest.rig.rollout.config.trainer.steps
 
 
-def check(lesson: Lesson) -> None:
+def check(training: UnsteadyTraining) -> None:
     """What holds at the end of a run."""
-    config, position, fleet = lesson.crew.rig.config, lesson.trainer.position, lesson.crew.fleet
-    assert max(lesson.ages, default=0) <= config.asynchrony.max_staleness
-    assert len(lesson.trained) == position.groups - (lesson.start[0].groups if lesson.start else 0)
-    assert list(lesson.versions) == sorted(lesson.versions)
-    assert all(lesson.versions.get(step, version) == version for step, version in lesson.scored)
-    assert all(ledger["trained"] == committed.groups for committed, ledger in lesson.commits)
-    if not lesson.stop.immediate:
+    config, position, fleet = training.rig.rollout.config, training.trainer.position, training.rig.fleet
+    assert max(training.ages, default=0) <= config.asynchrony.max_staleness
+    assert len(training.trained) == position.groups - (training.start[0].groups if training.start else 0)
+    assert list(training.versions) == sorted(training.versions)
+    assert all(training.versions.get(step, version) == version for step, version in training.scored)
+    assert all(ledger["trained"] == committed.groups for committed, ledger in training.commits)
+    if not training.stop.immediate:
         assert position.unsynced == 0
-        assert lesson.crew.rig.rollouter._admission.version == position.version
-        assert not lesson.trained or any("time/sync_adopt" in metrics for metrics in lesson.metrics)
+        assert training.rig.rollout.rollouter._admission.version == position.version
+        assert not training.trained or any("time/sync_adopt" in metrics for metrics in training.metrics)
         for member in fleet.members:
-            assert member._dead or member.weights == b"%06d" % lesson.done  # type: ignore[attr-defined]
-    assert all(member.ended for member in [*lesson.crew.members, *lesson.crew.started] if member not in fleet.members)
+            assert member._dead or member.weights == b"%06d" % training.done  # type: ignore[attr-defined]
+    assert all(member.ended for member in [*training.rig.members, *training.rig.started] if member not in fleet.members)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -392,9 +394,9 @@ async def test_whatever_fails_while_the_trainer_learns_on_ends_the_run_with_that
     tmp_path: Path, mode: Mode, part: Part, seed: int
 ) -> None:
     draw = random.Random(f"{mode} {part} {seed}")
-    lesson = Lesson(tmp_path, drawn_options(draw, "steps", mode), draw, "steps", failing=part)
+    training = UnsteadyTraining(tmp_path, drawn_options(draw, "steps", mode), draw, "steps", failing=part)
     before = asyncio.all_tasks()
     with pytest.raises(SyncError, match="broken on purpose"):
-        await lesson.run()
+        await training.run()
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 
 import pytest
-from fleet_rig import DEADLINE_S, Mortal
+from fleet_rig import DEADLINE_S, CrashingMember
 from rollout_rig import LengthReward, decode, held_out, run_config
 
 from tidemill.errors import EngineError
@@ -18,7 +18,7 @@ from tidemill.rollout.single_engine import SingleEngine
 pytestmark = pytest.mark.own_time
 
 
-class Bench:
+class Engines:
     """Engines that die of some held-out prompts; the ones from number `last` on do not start."""
 
     def __init__(self, deadly: Collection[int], last: int = 99) -> None:
@@ -40,10 +40,10 @@ class Bench:
             await engine.end()
 
 
-class Runner(Mortal):
-    def __init__(self, bench: Bench, number: int) -> None:
-        super().__init__(EngineId(number), EngineError("no memory") if number >= bench.last else None)
-        self.deadly, self.shut = bench.deadly, 0
+class Runner(CrashingMember):
+    def __init__(self, engines: Engines, number: int) -> None:
+        super().__init__(EngineId(number), EngineError("no memory") if number >= engines.last else None)
+        self.deadly, self.shut = engines.deadly, 0
 
     async def shutdown(self) -> None:
         self.shut += 1
@@ -51,25 +51,25 @@ class Runner(Mortal):
 
 
 async def test_a_prompt_that_kills_its_engine_is_skipped_and_every_engine_is_ended() -> None:
-    bench = Bench({0, 4})
-    score = await bench.score()
+    engines = Engines({0, 4})
+    score = await engines.score()
     assert ([answer.expected for answer in score.answers], score.skipped) == (list("1235"), {"kills_engine": 2})
-    assert len(bench.made) <= 2 * 3 + 1
-    assert [engine.shut for engine in bench.made] == [1] * len(bench.made)
+    assert len(engines.made) <= 2 * 3 + 1
+    assert [engine.shut for engine in engines.made] == [1] * len(engines.made)
 
 
 async def test_an_engine_that_does_not_come_up_again_ends_the_score_with_its_reason() -> None:
     with pytest.raises(EngineError, match="no memory"):
-        await Bench({3}, last=1).score()
+        await Engines({3}, last=1).score()
 
 
 async def test_engines_that_are_dead_before_they_are_asked_are_not_started_for_ever() -> None:
-    bench = Bench(())
+    engines = Engines(())
 
-    class Stillborn(Runner):
+    class DeadOnArrival(Runner):
         async def start(self) -> None:
             await self.shutdown()
 
-    bench.make = lambda: bench.made.append(Stillborn(bench, len(bench.made))) or bench.made[-1]  # type: ignore[method-assign, func-returns-value]
+    engines.make = lambda: engines.made.append(DeadOnArrival(engines, len(engines.made))) or engines.made[-1]  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(EngineError, match="3 engines in a row died without finishing a request: engine 2 is dead"):
-        await bench.score()
+        await engines.score()

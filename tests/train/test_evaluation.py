@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_rig import DEADLINE_S, Crew, until
+from fleet_rig import DEADLINE_S, FleetRig, until
 from rollout_rig import CharTokenizer
 
 from tidemill.config.data import DataConfig
@@ -54,9 +54,9 @@ class School:
             "trainer": {"steps": STEPS},
         }
         held_out = PromptSet(ROWS, CharTokenizer(), DataConfig(train="x.jsonl"), seed=0)
-        self.crew = Crew(self.folder, engines=self.engines, options=options, held_out=held_out)
-        rig = self.crew.rig
-        self.trainer = Trainer(rig.config, rig.queue, rig.rollouter, self, self.crew.fleet, self)
+        self.rig = FleetRig(self.folder, engines=self.engines, options=options, held_out=held_out)
+        rollout = self.rig.rollout
+        self.trainer = Trainer(rollout.config, rollout.queue, rollout.rollouter, self, self.rig.fleet, self)
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
@@ -82,18 +82,18 @@ class School:
         self.notices.append(text)
 
     def answers(self, given: bool) -> None:
-        for member in self.crew.members:
+        for member in self.rig.members:
             member.answers.set() if given else member.answers.clear()
 
     async def run(self, steps: int = STEPS) -> None:
-        async with asyncio.timeout(DEADLINE_S), self.crew.fleet.kept():
-            await self.crew.fleet.publish(0, "keep")
-            generation = asyncio.create_task(self.crew.rig.rollouter.run())
+        async with asyncio.timeout(DEADLINE_S), self.rig.fleet.kept():
+            await self.rig.fleet.publish(0, "keep")
+            generation = asyncio.create_task(self.rig.rollout.rollouter.run())
             await self.trainer.fit()
-            await self.crew.rig.rollouter.stop()
+            await self.rig.rollout.rollouter.stop()
             await generation
-        self.crew.rig.ledger.check()
-        assert self.crew.rig.ledger.trained_count == steps * 4
+        self.rig.rollout.ledger.check()
+        assert self.rig.rollout.ledger.trained_count == steps * 4
         assert max(metrics["staleness/max"] for metrics in self.metrics) <= 1
 
 
@@ -118,7 +118,7 @@ async def test_training_goes_on_during_a_concurrent_evaluation_and_the_next_sync
     # The score of version 1 came when seven steps were done, and before version 2 was published.
     assert [(step, version) for step, version, _ in school.scores] == [(4, 1)]
     assert school.scores[0][2] >= 7
-    assert [member.adopted for member in school.crew.members] == [[0, 1, 2], [0, 1, 2]]
+    assert [member.adopted for member in school.rig.members] == [[0, 1, 2], [0, 1, 2]]
 
 
 async def test_a_weight_sync_does_not_overtake_a_concurrent_evaluation(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ async def test_a_weight_sync_does_not_overtake_a_concurrent_evaluation(tmp_path:
     async def later() -> None:
         await until(lambda: school.trainer.position.step == 4)
         await asyncio.sleep(0.05)
-        assert [member.adopted[-1] for member in school.crew.members] == [3, 3]
+        assert [member.adopted[-1] for member in school.rig.members] == [3, 3]
         assert (school.scores, school.trainer.position.step) == ([], 4)
         school.answers(True)
 
@@ -149,7 +149,7 @@ async def test_the_last_sync_of_a_run_that_is_stopped_does_not_overtake_one_eith
     async def later() -> None:
         await until(lambda: school.trainer.position.step == 5)
         await asyncio.sleep(0.05)
-        assert [member.adopted[-1] for member in school.crew.members] == [1, 1]
+        assert [member.adopted[-1] for member in school.rig.members] == [1, 1]
         school.answers(True)
 
     school.hooks = {4: stop}
@@ -157,7 +157,7 @@ async def test_the_last_sync_of_a_run_that_is_stopped_does_not_overtake_one_eith
     await school.run(steps=5)
     await looking
     assert school.scores == [(4, 1, 5)]
-    assert [member.adopted for member in school.crew.members] == [[0, 1, 2], [0, 1, 2]]
+    assert [member.adopted for member in school.rig.members] == [[0, 1, 2], [0, 1, 2]]
 
 
 async def test_a_run_that_is_stopped_waits_for_the_score_of_the_step_under_way(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ async def test_an_immediate_stop_waits_for_no_score(tmp_path: Path, mode: str, t
         school.trainer.stop.ask("the pod ends", immediate=True)
 
     looking = asyncio.create_task(later())
-    async with asyncio.timeout(DEADLINE_S), school.crew.fleet.kept():
-        await school.crew.fleet.publish(0, "keep")
-        generation = asyncio.create_task(school.crew.rig.rollouter.run())
+    async with asyncio.timeout(DEADLINE_S), school.rig.fleet.kept():
+        await school.rig.fleet.publish(0, "keep")
+        generation = asyncio.create_task(school.rig.rollout.rollouter.run())
         await school.trainer.fit()
-        await school.crew.rig.rollouter.stop()
+        await school.rig.rollout.rollouter.stop()
         await generation
     await looking
     assert (school.scores, school.trainer.validation._task) == ([], None)
@@ -196,7 +196,7 @@ async def test_an_immediate_stop_waits_for_no_score(tmp_path: Path, mode: str, t
 async def test_versions_pass_a_spare_engine_by_and_it_catches_up(tmp_path: Path) -> None:
     school = School(tmp_path, "spare", every=2)
     school.answers(False)
-    other, spare = school.crew.members
+    other, spare = school.rig.members
 
     async def look() -> None:
         assert (other.adopted[-1], spare.adopted[-1], school.scores) == (3, 2, [])
@@ -210,7 +210,7 @@ async def test_versions_pass_a_spare_engine_by_and_it_catches_up(tmp_path: Path)
     assert len(evaluated) == 3 * len(ROWS)
     assert not any(name.startswith("evaluation") for name, _ in other.requests)
     assert any("." in name and not name.startswith("evaluation") for name, _ in spare.requests)
-    assert school.crew.rig.rollouter._engines._open()[-1].id == EngineId(1)
+    assert school.rig.rollout.rollouter._engines._open()[-1].id == EngineId(1)
 
 
 @pytest.mark.parametrize("mode", ["concurrent", "spare"])
@@ -236,7 +236,7 @@ async def test_a_run_ends_whichever_side_is_slower_and_whenever_it_is_scored(
     tmp_path: Path, mode: str, every: int, slow: str
 ) -> None:
     school = School(tmp_path, mode, every=every)
-    for member in school.crew.members:
+    for member in school.rig.members:
         member._delay = 0.01 if slow == "generation" else 0.0
 
     async def linger() -> None:
@@ -255,7 +255,7 @@ async def test_a_spare_engine_that_dies_costs_its_score_and_nothing_else(tmp_pat
     school.answers(False)
 
     async def die() -> None:
-        await school.crew.members[1].shutdown()
+        await school.rig.members[1].shutdown()
         school.answers(True)
 
     school.hooks = {7: die}
@@ -268,14 +268,14 @@ async def test_where_one_engine_is_left_a_sync_waits_for_the_score(tmp_path: Pat
     school = School(tmp_path, "spare", every=3)
 
     async def die() -> None:
-        school.crew.fleet._start = lambda number: None  # type: ignore[assignment,return-value]
-        school.crew.fleet._forget(EngineId(1), school.crew.members[1])
-        await school.crew.rig.rollouter.remove_engine(EngineId(1), "engine_lost")
+        school.rig.fleet._start = lambda number: None  # type: ignore[assignment,return-value]
+        school.rig.fleet._forget(EngineId(1), school.rig.members[1])
+        await school.rig.rollout.rollouter.remove_engine(EngineId(1), "engine_lost")
 
     school.hooks = {1: die}
     await school.run()
     assert [(step, version) for step, version, _ in school.scores] == [(3, 3), (6, 6)]
-    assert not any(name.startswith("evaluation") for name, _ in school.crew.members[1].requests)
+    assert not any(name.startswith("evaluation") for name, _ in school.rig.members[1].requests)
 
 
 @pytest.mark.parametrize("mode", ["concurrent", "spare"])
