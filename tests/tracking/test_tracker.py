@@ -1,5 +1,4 @@
 import asyncio
-import hashlib
 import json
 import math
 import time
@@ -16,9 +15,7 @@ from tidemill.driver.observer import RunObserver
 from tidemill.errors import ConfigError, RunError
 from tidemill.observe.events import EventLog, Notice, read_events
 from tidemill.protocols import Evaluation
-from tidemill.tracking import mlflow_runs
 from tidemill.tracking.metric_writer import Unwritten
-from tidemill.tracking.mlflow_runs import close_sweep, digest_of, end_killed_run, flatten, open_sweep
 from tidemill.tracking.mlflow_server import make_client, tracking_uri
 from tidemill.tracking.tracker import TrackedRun, Tracker
 
@@ -159,21 +156,6 @@ def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig,
     assert [(p.step, p.value) for p in client.get_metric_history(tracker.run_id, "loss")] == [(1, 1.0), (2, 0.5)]
 
 
-@pytest.mark.parametrize("error", [MlflowException("API request failed"), ConnectionError("503 of the artifacts")])
-def test_a_server_that_is_away_at_the_end_does_not_fail_a_sweep(
-    mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise error
-
-    client = make_client(tracking_uri(mlflow_config))
-    monkeypatch.setattr(mlflow_runs, "make_client", lambda uri: client)
-    open_sweep(mlflow_config, ["addition-v1"])
-    monkeypatch.setattr(client, "log_text", refuse)
-    close_sweep(mlflow_config, {"addition-v1": 0.5}, "addition-v1", "# Sweep")
-    assert f"the sweep addition cannot be logged to MLflow at {tracking_uri(mlflow_config)}: {error}" in caplog.text
-
-
 def unreachable(config: RunConfig, **more: Any) -> RunConfig:
     tracking = config.tracking.model_copy(update={"uri": f"http://127.0.0.1:{free_port()}"})
     return config.model_copy(update={"tracking": tracking, **more})
@@ -239,17 +221,6 @@ def test_an_interrupted_run_did_not_fail(mlflow_config: RunConfig, error: BaseEx
     assert (status_of(tracker), "tidemill.failure" in tags_of(tracker)) == ("KILLED", False)
 
 
-def test_a_run_whose_process_was_killed_is_ended_from_outside(mlflow_config: RunConfig) -> None:
-    end_killed_run(mlflow_config)  # before MLflow has a run
-    tracker = Tracker.start(mlflow_config)
-    assert status_of(tracker) == "RUNNING"
-    end_killed_run(mlflow_config)
-    assert status_of(tracker) == "KILLED"
-    tracker.finish("FINISHED")
-    end_killed_run(mlflow_config)
-    assert status_of(tracker) == "FINISHED"
-
-
 def test_an_attempt_before_the_first_checkpoint_continues_the_same_run(mlflow_config: RunConfig) -> None:
     first = Tracker.start(mlflow_config)
     first.fail(RunError("no room"))
@@ -272,25 +243,6 @@ def test_description_and_source_say_where_the_rest_is(
     assert str(mlflow_config.folder) in tags["mlflow.note.content"]
 
 
-def test_prompts_are_datasets_by_their_content(mlflow_config: RunConfig, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    data = mlflow_config.data.model_copy(update={"train": str(rows), "held_out": "hf://openai/gsm8k:test"})
-    found = []
-    for text in ('{"prompt": "1 + 1"}\n', '{"prompt": "1 + 2"}\n'):
-        rows.write_text(text)
-        tracker = Tracker.start(mlflow_config.model_copy(update={"data": data, "seed": len(found)}))
-        tracker.finish("FINISHED")
-        inputs = tracker.client.get_run(tracker.run_id).inputs.dataset_inputs
-        found.append({each.tags[0].value: each.dataset for each in inputs})
-    first, second = found
-    assert (first["training"].name, first["training"].source_type) == ("rows.jsonl", "local")
-    assert first["training"].digest != second["training"].digest
-    assert (first["evaluation"].name, first["evaluation"].source_type) == ("hf://openai/gsm8k:test", "hf")
-    assert first["evaluation"].digest == second["evaluation"].digest
-    sha = hashlib.sha256(rows.read_bytes()).hexdigest()
-    assert digest_of(f"s3://bucket/inputs/{sha}/rows.jsonl") == second["training"].digest
-
-
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])
 def test_an_invalid_address_is_refused(mlflow_config: RunConfig, uri: str) -> None:
     tracking = mlflow_config.tracking.model_copy(update={"uri": uri})
@@ -305,16 +257,6 @@ def test_names_that_mlflow_refuses_are_refused_at_once(name: str, run_config: Ru
         tracker.log(1, {"fine": 1.0, name: 1.0})
     assert not tracker.writer.points
     tracker.writer.close(10)
-
-
-def test_settings_flatten_to_names_and_texts_that_mlflow_takes(mlflow_config: RunConfig) -> None:
-    tree: dict[str, Any] = mlflow_config.model_dump(mode="json")
-    params = dict(flatten(tree))
-    assert params["rewards.0.function"] == "exact_number"
-    assert params["rewards.0.options"] == "too long: see config.yaml"
-    assert params["data.held_out"] == "null"
-    assert params["rollout.stop"] == "[]"
-    assert len(params) > 60
 
 
 def test_skipped_prompts_of_a_score_are_reported_once(mlflow_config: RunConfig, tmp_path: Path) -> None:

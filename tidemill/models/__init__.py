@@ -1,1 +1,1 @@
-"""Where a model comes from."""
+"""Models: found by name, fetched, converted."""

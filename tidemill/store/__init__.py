@@ -1,1 +1,1 @@
-"""What outlives a run: objects, checkpoints, metrics, model versions."""
+"""The object store and the durable state of a run: checkpoints, lease, journals."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -26,7 +27,7 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import CheckpointError, StoreError
 from tidemill.store.download_once import remove_download
 from tidemill.store.lease import Claim, Fence, reserve
-from tidemill.store.object_store import ListedObject, ObjectStore, StoredObject, relative_path
+from tidemill.store.object_store import ObjectStore, StoredObject, relative_path
 from tidemill.store.server import open_store, store_folder
 
 FORMAT = 1
@@ -133,7 +134,8 @@ class Checkpoints:
             for part in manifest.parts:
                 path = folder / relative_path(part.key, "")
                 written.append(path)
-                self.fetch(manifest, part, path)
+                key = f"{manifest.folder}/{part.key}"
+                check_same(part, self.store.get_file(key, path), self.store.uri(key))
             path = folder / STATE
             return self.parse_state(manifest, path.read_bytes() if path.exists() else b"")
         except BaseException:
@@ -172,9 +174,11 @@ class Checkpoints:
             CheckpointError: as `load`.
         """
         manifest, state = self.complete_manifest(version), io.BytesIO()
-        for part in (part for part in manifest.parts if tensors or part.key == STATE):
-            key = f"{manifest.folder}/{part.key}"
-            check_same(part, self.store.receive(key, state if part.key == STATE else Nowhere()), self.store.uri(key))
+        with open(os.devnull, "wb") as nowhere:
+            for part in (part for part in manifest.parts if tensors or part.key == STATE):
+                key = f"{manifest.folder}/{part.key}"
+                received = self.store.receive(key, state if part.key == STATE else nowhere)
+                check_same(part, received, self.store.uri(key))
         return self.parse_state(manifest, state.getvalue())
 
     def publish_model(self, version: int, folder: Path) -> str:
@@ -209,30 +213,21 @@ class Checkpoints:
         return manifest
 
     def complete_manifest(self, version: int) -> Manifest:
-        """The manifest of a commit, after a check that all its parts exist."""
+        """The manifest of a commit, after a check of the existence and size of all parts, before any download."""
         manifest = self.manifest(version)
-        listed = {item.key: item for item in self.store.list(manifest.folder)}
+        sizes = {item.key: item.nbytes for item in self.store.list(manifest.folder)}
         for part in manifest.parts:
-            self.check_listed(manifest, part, listed)
+            key = f"{manifest.folder}/{part.key}"
+            if key not in sizes:
+                raise CheckpointError(f"checkpoint part {self.store.uri(key)} is missing")
+            if sizes[key] != part.nbytes:
+                raise CheckpointError(
+                    f"checkpoint part {self.store.uri(key)} has {sizes[key]} bytes, committed were {part.nbytes}"
+                )
         return manifest
 
-    def check_listed(self, manifest: Manifest, part: StoredObject, listed: Mapping[str, ListedObject]) -> None:
-        """Check existence and size of a part before gigabytes are downloaded."""
-        key = f"{manifest.folder}/{part.key}"
-        if key not in listed:
-            raise CheckpointError(f"checkpoint part {self.store.uri(key)} is missing")
-        if listed[key].nbytes != part.nbytes:
-            raise CheckpointError(
-                f"checkpoint part {self.store.uri(key)} has {listed[key].nbytes} bytes, committed were {part.nbytes}"
-            )
-
-    def fetch(self, manifest: Manifest, part: StoredObject, path: Path) -> None:
-        """Download one part and compare it with what was committed."""
-        key = f"{manifest.folder}/{part.key}"
-        check_same(part, self.store.get_file(key, path), self.store.uri(key))
-
     def parse_state(self, manifest: Manifest, data: bytes) -> dict[str, Any]:
-        """The run's state, as it was among the parts."""
+        """The run's state from the content of its part."""
         if not data:
             raise CheckpointError(f"checkpoint {self.store.uri(manifest.folder)} has no {STATE}")
         state: dict[str, Any] = json.loads(data)
@@ -328,13 +323,6 @@ def open_checkpoints(config: RunConfig, claim: Claim | None = None) -> Iterator[
     """The checkpoints of a run in its configured store."""
     with open_store(config.store, config.output) as store:
         yield Checkpoints(store, config.name, config.checkpoint.keep, claim)
-
-
-class Nowhere(io.BytesIO):
-    """A file that discards its content."""
-
-    def write(self, data: Any, /) -> int:
-        return len(data)
 
 
 def check_same(part: StoredObject, got: StoredObject, uri: str) -> None:
