@@ -39,7 +39,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(("key", "address"), [(key, each) for key, found in ADDRESSES.items() for each in found])
-def test_what_is_no_address_is_refused_before_anything_starts(key: str, address: str) -> None:
+def test_a_malformed_address_is_refused_before_anything_starts(key: str, address: str) -> None:
     assert refusal(*ON_KUBERNETES, f"{key}={address}").key == key
     if not key.startswith("kubernetes"):
         assert refusal(f"{key}={address}").key == key
@@ -56,7 +56,7 @@ def test_what_is_no_address_is_refused_before_anything_starts(key: str, address:
         "databricks",
     ],
 )
-def test_what_mlflow_can_track_to_is_taken(address: str) -> None:
+def test_every_address_that_mlflow_can_track_to_is_accepted(address: str) -> None:
     assert parse(f"tracking.uri={address}").tracking.uri == address
 
 
@@ -87,7 +87,7 @@ def test_the_token_of_a_data_set_is_refused_without_being_shown(key: str) -> Non
 
 
 @pytest.mark.parametrize("address", ["sqlite:///runs/a:b@c.db", "https://mlflow:5000/a:b@c", "http://me@mlflow"])
-def test_an_address_without_a_password_is_taken_whatever_its_path_is(address: str) -> None:
+def test_an_address_without_a_password_is_accepted_with_any_path(address: str) -> None:
     assert parse(f"tracking.uri={address}").tracking.uri == address
 
 

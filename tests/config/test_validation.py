@@ -1,15 +1,93 @@
+"""Settings that do not fit together are refused, and those that may be a mistake are told."""
+
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from config_rig import ON_KUBERNETES, parse, refusal
 
-from tidemill.config.kubernetes_validation import RUNTIME_ENVIRONMENT
 from tidemill.config.validation import BOUNDS, notices, other_processor
+from tidemill.errors import in_yaml
 from tidemill.rollout.rewards import BUILT_IN
 
 NEVER = "checkpoint.every=0"  # no notice of checkpoints
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("queue.capacity", ["queue.capacity=15"]),
+        ("queue.capacity", ["queue.capacity=31", "asynchrony.require_batches=2"]),
+        ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15", "trainer.steps=null"]),
+        ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15"]),
+        ("trainer.steps", ["rollout.total_rollout_steps=80"]),
+        ("asynchrony.staleness_threshold", ["asynchrony.max_staleness=0", "asynchrony.staleness_threshold=0.5"]),
+        ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=drop"]),
+        ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=mask"]),
+        ("asynchrony.partial_rollout", ["asynchrony.max_staleness=0", "asynchrony.partial_rollout=true"]),
+        ("asynchrony.partial_rollout", ["asynchrony.staleness_threshold=0", "asynchrony.partial_rollout=true"]),
+        ("asynchrony.partial_rollout", ["asynchrony.staleness_threshold=0.06", "asynchrony.partial_rollout=true"]),
+        ("asynchrony.staleness_strategy", ["asynchrony.staleness_threshold=0", "asynchrony.staleness_strategy=drop"]),
+        ("asynchrony.pause_mode", ["asynchrony.partial_rollout=false", "asynchrony.pause_mode=abort"]),
+        ("asynchrony.pause_mode", ["asynchrony.partial_rollout=true", "asynchrony.pause_mode=wait"]),
+        ("evaluation.every", ["evaluation.every=1"]),
+        ("registry.min_score", ["registry.min_score=0.5"]),
+        ("registry.alias", ["registry.alias=champion"]),
+        ("registry.alias", ["registry.alias=v1"]),
+        ("registry.alias", ["registry.alias=Latest"]),
+        ("rewards.0.function", ["rewards.0.function=mine:mean"]),
+        ("rewards.0.function", ["rewards.0.function=mine:größe"]),
+        ("algorithm.proximal", ["algorithm.proximal=loglinear"]),
+        ("algorithm.proximal", ["algorithm.old_log_prob=version_start", "algorithm.proximal=loglinear"]),
+        ("algorithm.behaviour_cap", ["algorithm.behaviour_cap=5"]),
+        ("algorithm.behaviour_cap", ["algorithm.old_log_prob=version_start", "algorithm.behaviour_cap=null"]),
+    ],
+)
+def test_impossible_combination_is_refused_with_key_value_allowed_and_fix(key: str, overrides: list[str]) -> None:
+    error = refusal(*overrides)
+    assert error.key == key
+    assert all(part in str(error) for part in (key, in_yaml(error.value), error.allowed, error.fix))
+    assert error.fix
+
+
+@pytest.mark.parametrize("mode", ["asynchrony.partial_rollout=true", "asynchrony.staleness_strategy=drop"])
+def test_threshold_that_adds_no_group_is_named_with_its_value(mode: str) -> None:
+    error = refusal("asynchrony.staleness_threshold=0.06", mode)  # of 16 groups
+    assert "asynchrony.staleness_threshold = 0.06, which adds no group to the 16 of a version" in error.allowed
+    assert "to null or at least 1 / 16" in error.fix
+    assert parse("asynchrony.staleness_threshold=0.0625", mode).max_groups_between_syncs == 17
+
+
+def test_an_evaluation_mode_that_cannot_work_is_refused() -> None:
+    held_out = "data.held_out=held.jsonl"
+    assert refusal(held_out, "evaluation.mode=concurrent").key == "evaluation.mode"
+    spare = refusal(held_out, "evaluation.mode=spare", "evaluation.every=2")
+    assert "rollout.engines = 1" in str(spare)
+
+
+@pytest.mark.parametrize(
+    ("folder", "elsewhere", "meaning"),
+    [
+        ("/runs/a,b", "store.endpoint=http://store:9000", "the embedded store reads two folders"),
+        ("/runs/a?b", "tracking.uri=http://mlflow:5000", "MLflow reads the end of the file name"),
+        ("/runs/a%20b", "tracking.uri=http://mlflow:5000", "MLflow reads an escaped character"),
+    ],
+)
+def test_an_output_folder_that_is_misread_is_refused(folder: str, elsewhere: str, meaning: str) -> None:
+    error = refusal(f"output={folder}")
+    assert (error.key, error.value) == ("output", folder)
+    assert meaning in error.allowed
+    assert str(parse(f"output={folder}", elsewhere).output) == folder
+
+
+def test_a_relative_output_folder_is_checked_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a,b").mkdir()
+    monkeypatch.chdir(tmp_path / "a,b")
+    assert refusal().value == str(tmp_path / "a,b/runs")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +111,7 @@ NEVER = "checkpoint.every=0"  # no notice of checkpoints
         ("kubernetes.pages.dashboard", [*ON_KUBERNETES, "kubernetes.pages={dashboard: 'http://ray'}"]),
     ],
 )
-def test_a_setting_without_effect_is_refused_with_what_takes_it_away(key: str, overrides: list[str]) -> None:
+def test_a_setting_without_effect_is_refused_with_a_fix(key: str, overrides: list[str]) -> None:
     error = refusal(*overrides)
     assert (error.key, bool(error.fix)) == (key, True)
 
@@ -52,39 +130,18 @@ def test_a_setting_without_effect_is_refused_with_what_takes_it_away(key: str, o
         ["kubernetes.runtime_env={pip: [sympy], env_vars: {A: b}}", *ON_KUBERNETES],
     ],
 )
-def test_what_holds_beside_the_others_or_is_the_default_is_taken(overrides: list[str]) -> None:
+def test_a_setting_with_an_effect_or_at_its_default_is_accepted(overrides: list[str]) -> None:
     parse(*overrides)
 
 
 @pytest.mark.parametrize("setting", ["partial_rollout=false", "pause_mode=wait"])
-def test_mask_without_partial_rollouts_is_told_which_setting_to_leave_out(setting: str) -> None:
+def test_mask_without_partial_rollouts_is_refused_naming_both_settings(setting: str) -> None:
     error = refusal("asynchrony.staleness_strategy=mask", f"asynchrony.{setting}")
     assert f"asynchrony.{setting.partition('=')[0]}" in error.fix
     assert parse("asynchrony.staleness_strategy=mask").pause_mode == "keep"
 
 
-def test_the_keys_of_a_runtime_environment_are_those_that_ray_reads() -> None:
-    from ray.runtime_env import RuntimeEnv
-
-    of_ray_itself = {"_ray_release", "_ray_commit", "_inject_current_ray"}
-    assert {name.lstrip("_") for name in RuntimeEnv.known_fields - of_ray_itself} == set(RUNTIME_ENVIRONMENT)
-
-
-def test_a_key_of_the_store_in_the_settings_is_refused_without_being_shown() -> None:
-    error = refusal(*ON_KUBERNETES, "kubernetes.env={TIDEMILL_S3_SECRET_KEY: abracadabra}")
-    assert "kubernetes.store_secret" in str(error)
-    assert "abracadabra" not in str(error)
-
-
-@pytest.mark.parametrize("key", ["kubernetes.env", "kubernetes.runtime_env.env_vars"])
-def test_a_secret_in_the_settings_is_refused_without_being_shown(key: str) -> None:
-    error = refusal(*ON_KUBERNETES, f"{key}={{A: b, HF_TOKEN: abracadabra}}")
-    assert error.key == f"{key}.HF_TOKEN" and "kubernetes.secrets" in error.fix
-    assert "abracadabra" not in str(error)
-    parse(*ON_KUBERNETES, f"{key}={{TOKENIZERS_PARALLELISM: 'false', KEY_ROTATION: 'on'}}")
-
-
-def test_one_file_may_serve_machines_with_gpus_and_without_and_is_told_what_each_leaves_out() -> None:
+def test_a_setting_for_the_other_kind_of_processor_gives_a_notice() -> None:
     rollout = parse("rollout.cpu_kv_cache_gib=4", "rollout.gpu_memory_utilization=0.5").rollout
     [on_gpus], [without] = other_processor(rollout, gpus=True), other_processor(rollout, gpus=False)
     assert on_gpus.startswith("rollout.cpu_kv_cache_gib = 4 has no effect")

@@ -82,7 +82,7 @@ def test_every_setting_of_the_script_is_converted_or_listed_unless_it_is_a_defau
     assert sorted(listed + converted + silent) == sorted(keys)
 
 
-def test_what_a_script_leaves_out_is_as_verl_has_it() -> None:
+def test_a_setting_that_is_not_given_has_the_default_of_verl() -> None:
     run = config()
     assert (run.asynchrony.staleness_threshold, run.asynchrony.trigger_parameter_sync_step) == (0.1, 4)
     assert (run.trainer.ppo_mini_batch_size, run.trainer.weight_decay) == (256, 0.01)
@@ -120,7 +120,7 @@ def test_what_a_script_leaves_out_is_as_verl_has_it() -> None:
         ("trainer.resume_mode=disable", "checkpoint.resume", "never"),
     ],
 )
-def test_what_has_a_counterpart_is_taken_over(setting: str, key: str, value: object) -> None:
+def test_a_setting_with_a_counterpart_is_converted(setting: str, key: str, value: object) -> None:
     found = config(setting).model_dump()
     for name in key.split("."):
         found = found[name]
@@ -130,7 +130,7 @@ def test_what_has_a_counterpart_is_taken_over(setting: str, key: str, value: obj
 @pytest.mark.parametrize(
     ("threshold", "partial", "mode"), [("0", "True", "keep"), ("0.5", "False", "wait"), ("0.5", "True", "keep")]
 )
-def test_the_modes_of_verl_are_ours(threshold: str, partial: str, mode: str) -> None:
+def test_the_pipeline_modes_of_verl_are_converted(threshold: str, partial: str, mode: str) -> None:
     run = config(f"async_training.staleness_threshold={threshold}", f"async_training.partial_rollout={partial}")
     assert (run.pause_mode, run.synchronous) == (mode, threshold == "0")
 
@@ -187,7 +187,7 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("data.train_files=['a.parquet','b.parquet']", "only one file: put the rows of all files into one"),
     ],
 )
-def test_what_has_no_counterpart_is_refused_by_name(setting: str, why: str) -> None:
+def test_a_setting_without_a_counterpart_is_refused_by_name(setting: str, why: str) -> None:
     message = refusal(setting)
     assert setting.lstrip("+").partition("=")[0] in message
     assert why in message
@@ -196,7 +196,7 @@ def test_what_has_no_counterpart_is_refused_by_name(setting: str, why: str) -> N
 def test_all_refused_settings_are_named_at_once_and_can_be_replaced_or_taken_out() -> None:
     overrides = ("algorithm.gae=1", "actor_rollout_ref.rollout.top_k=20")
     message = refusal(*overrides)
-    named = ("settings that do not convert = 2:", "algorithm.gae = 1", "actor_rollout_ref.rollout.top_k = 20")
+    named = ("2 settings without a counterpart", "algorithm.gae = 1", "actor_rollout_ref.rollout.top_k = 20")
     assert all(part in message for part in named)
     assert config(*overrides, "~algorithm.gae", "actor_rollout_ref.rollout.top_k=-1").model == "m"
 
@@ -241,7 +241,7 @@ def test_a_group_is_as_large_as_verl_makes_it() -> None:
     assert "actor_rollout_ref.rollout.n = 1 (verl's default): only a number of at least 2" in message
 
 
-def test_the_data_is_read_as_often_as_in_verl() -> None:
+def test_the_number_of_epochs_is_that_of_verl() -> None:
     assert config().data.epochs == 30
     assert config("rollout.total_epochs=10").data.epochs == config("trainer.total_epochs=10").data.epochs == 10
     assert "data.epochs = 5" in refusal("trainer.total_epochs=5", "rollout.total_epochs=10")
@@ -270,7 +270,7 @@ def test_rewards_are_read_where_earlier_and_later_versions_of_verl_have_them(pla
         ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=big", "only a number of at least 0"),
     ],
 )
-def test_punishment_of_long_responses_is_converted_with_all_of_its_numbers_or_refused(setting: str, why: str) -> None:
+def test_punishment_of_long_responses_needs_all_of_its_numbers(setting: str, why: str) -> None:
     kwargs = "reward.reward_kwargs"
     numbers = ("enable=True", "len=4096", "penalty_factor=1.0")
     given = [f"{kwargs}.max_resp_len=8192", *(f"{kwargs}.overlong_buffer_cfg.{number}" for number in numbers)]
@@ -284,7 +284,7 @@ def test_punishment_of_long_responses_is_converted_with_all_of_its_numbers_or_re
         st.text(max_size=8),
     ),
 )
-def test_any_value_is_taken_over_listed_or_refused(key: str, value: str) -> None:
+def test_any_value_is_converted_listed_or_refused(key: str, value: str) -> None:
     try:
         printed = convert([*SMALL, f"{key}={value}"], [], {})
     except ConfigError:
@@ -304,7 +304,7 @@ def test_two_settings_that_contradict_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.train_files"])
 @pytest.mark.parametrize("how", ["~{}", "{}=null"])
-def test_what_verl_only_defaults_to_a_path_of_its_own_must_be_given(key: str, how: str) -> None:
+def test_model_and_data_must_be_given(key: str, how: str) -> None:
     assert f"{key}: not given" in refusal(how.format(key))
 
 
@@ -312,12 +312,12 @@ def test_a_run_has_an_end() -> None:
     assert "rollout.total_rollout_steps: needed as a number" in refusal("rollout.total_rollout_steps=null")
 
 
-def test_gpus_for_rollout_must_share_out_to_whole_engines() -> None:
+def test_gpus_for_rollout_must_divide_into_whole_engines() -> None:
     message = refusal("rollout.n_gpus_per_node=6", "actor_rollout_ref.rollout.tensor_model_parallel_size=4")
     assert "a divisor of the 6 GPUs" in message
 
 
-def test_every_rule_names_a_setting_of_ours_that_exists() -> None:
+def test_every_rule_names_an_existing_setting_of_tidemill() -> None:
     ours = {key for key, _, _ in fields()}
     named = [key for rule in RULES.values() if isinstance(rule, Becomes | Part) for key in rule.key.split(", ")]
     assert sorted(set(named) - ours) == []

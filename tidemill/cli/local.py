@@ -287,8 +287,8 @@ def convert_verl(
 
     Write `tidemill convert-verl` in place of `python3 -m verl....main` in your
     script and run the script: the shell expands the settings. Each setting is
-    converted, listed as left out, or refused by name; docs/from_verl.md has the
-    whole table. --set may be repeated.
+    converted, listed as left out, or refused by name; docs/verl_settings.md has
+    the whole table. --set may be repeated.
 
       tidemill convert-verl data.train_files=train.parquet ... > run.yaml
       tidemill convert-verl --config .hydra/config.yaml ~trainer.logger > run.yaml
