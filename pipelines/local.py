@@ -9,29 +9,28 @@ from collections.abc import Mapping, Sequence
 from kfp import local
 from tidemill_pipelines.catalogue import PIPELINES, Value, pairs, pipeline_of, typed
 
-USAGE = "usage: python -m tidemill_pipelines.local PIPELINE FOLDER NAME=VALUE ..., PIPELINE being"
-ASKED = ("config", "overrides", "run_name", "variants")
+USAGE = "usage: python -m tidemill_pipelines.local PIPELINE FOLDER NAME=VALUE ..., where PIPELINE is one of"
 GRACE_S = 10.0
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
 
 def main(pipeline: str, root: str, *given: str) -> None:
-    """Run every step in a process of its own, in this Python environment.
+    """Run every step in its own process, in this Python environment.
 
     Args:
         pipeline: its name, such as `post_training`.
-        root: folder for the steps' inputs and outputs.
+        root: folder for the inputs and outputs of the steps.
         given: its parameters; `config` may be the path of a run file.
 
     Raises:
         RuntimeError: a step failed.
         ValueError: a parameter is wrong.
     """
-    # Built before the runner is there, which would take its tasks for some to run.
+    # The pipeline is built first: once the local runner is set, KFP would run its tasks while building it.
     built, values = pipeline_of(pipeline), typed(pipeline, pairs(given))
-    # KFP writes it into a shell script as it is, and a path may have spaces.
+    # KFP writes the path into a shell script without quotes.
     sys.executable = shlex.quote(sys.executable)
-    # What is said there of images and pods is for the cluster, and here it is known to have no effect.
+    # Images and pod settings are for the cluster; KFP warns that they have no effect here.
     warnings.filterwarnings("ignore", message="You may be attemping to run a task that uses custom")
     warnings.filterwarnings("ignore", message="Task '.*': settings .* have no effect")
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=root, raise_on_error=True)
@@ -39,7 +38,7 @@ def main(pipeline: str, root: str, *given: str) -> None:
 
 
 def command(words: Sequence[str]) -> int:
-    """What a person calls; returns the exit status."""
+    """Run a command line; returns the exit status."""
     if len(words) < 2 or words[0] not in PIPELINES:
         sys.stderr.write(f"{USAGE} {', '.join(PIPELINES)}\n")
         return MISUSED
@@ -48,11 +47,11 @@ def command(words: Sequence[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return MISUSED
-    # Steps find reward functions of the working directory, as this process does.
+    # Steps must find reward functions in the working directory, as this process does.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     try:
         main(*words)
-    except RuntimeError as error:  # what KFP raises for a step that failed, whose output stands above
+    except RuntimeError as error:  # KFP raises it for a failed step, after printing the output of the step
         sys.stderr.write(f"the pipeline failed: {error}\n")
         return FAILED
     except KeyboardInterrupt:
@@ -62,14 +61,15 @@ def command(words: Sequence[str]) -> int:
 
 
 def interrupted(given: Mapping[str, Value]) -> None:
-    """End what the runner leaves alone: the step under way with all its processes, and what a teardown gives back."""
+    """Clean up what KFP's runner leaves: the processes of the current step, and what `teardown` releases."""
     from tidemill.cluster.processes import adopt_orphans, end_descendants
     from tidemill.steps.request import Request
     from tidemill.steps.teardown import teardown
 
     adopt_orphans()
     end_descendants(GRACE_S)
-    config, overrides, run_name, variants = (str(given.get(name, "")) for name in ASKED)
+    names = ("config", "overrides", "run_name", "variants")
+    config, overrides, run_name, variants = (str(given.get(name, "")) for name in names)
     teardown(Request(config, overrides, run_name), variants)
 
 

@@ -240,7 +240,7 @@ def test_numbers_stay_numbers_and_wrong_parameters_are_named() -> None:
     ("words", "message"),
     [
         ([], "usage: python -m tidemill_pipelines.local"),
-        (["sweeps", "runs"], "PIPELINE being post_training, sweep, continual"),
+        (["sweeps", "runs"], "PIPELINE is one of post_training, sweep, continual"),
         (["sweep", "runs", "config=a.yaml"], "sweep needs the parameter variants"),
         (["sweep", "runs", "a.yaml"], "'a.yaml' is not of the form NAME=VALUE"),
     ],
