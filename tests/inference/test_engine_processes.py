@@ -12,7 +12,7 @@ CASES: list[tuple[Mapping[str, int], str]] = [
     ({"Core": -9}, "its process Core was killed by SIGKILL"),
     ({"Core": 1, "Core2": -64}, "its process Core ended with exit code 1, its process Core2 was killed by SIGRTMAX"),
     ({"Core": -50}, "its process Core was killed by signal 50"),
-    ({}, "its core stopped working, and the engine's log says why"),
+    ({}, "its core stopped working; the engine's log says why"),
 ]
 
 

@@ -210,7 +210,7 @@ async def test_a_version_without_a_manifest_does_not_exist(rig: Rig) -> None:
         rig.publish(1)
     assert [key.rpartition("/")[2] for key in rig.keys(2)] == ["part-0000"]
     rig.store, halfway = sound, WeightUpdate(1, sound.uri(location_of(rig, 2).key), first.update.nbytes)
-    with pytest.raises(ChainError, match=r"cannot bring version 1 from the store.*00000002/manifest"):
+    with pytest.raises(ChainError, match=r"cannot download version 1 from the store.*00000002/manifest"):
         await fetched(rig.downloader("late"), halfway)
     assert await fetched(rig.downloader(), first.update) == rig.files[0]
     assert await fetched(rig.downloader(), rig.publish(2).update) == rig.files[2]
@@ -244,7 +244,7 @@ async def test_any_damaged_byte_in_the_store_is_noticed(rig: Rig, serial: int) -
         size = len(rig.store.get_bytes(key))
         for position in {*range(0, size, size // 20 + 1), size - 1}:
             rig.damage(key, position)
-            with pytest.raises(ChainError, match="cannot bring version 1 from the store"):
+            with pytest.raises(ChainError, match="cannot download version 1 from the store"):
                 await fetched(rig.downloader(), update)
             rig.damage(key, position)
     assert await fetched(rig.downloader(), update) == rig.files[1]
@@ -256,7 +256,7 @@ async def test_any_object_in_the_store_that_was_cut_short_is_noticed(rig: Rig, k
     for key in [*rig.keys(1), *rig.keys(2)]:
         whole = rig.store.get_bytes(key)
         rig.store.put_bytes(key, whole[:kept])
-        with pytest.raises(ChainError, match="cannot bring version 1 from the store"):
+        with pytest.raises(ChainError, match="cannot download version 1 from the store"):
             await fetched(rig.downloader(), update)
         rig.store.put_bytes(key, whole)
     assert await fetched(rig.downloader(), update) == rig.files[1]

@@ -1,4 +1,4 @@
-"""The processes below an engine: their memory, and their end."""
+"""The child processes of an engine: their memory, and their end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import psutil
 
 
 def children() -> list[psutil.Process]:
-    """All processes below this one, but not multiprocessing's resource tracker: it serves until this process ends."""
+    """All descendants of this process, except multiprocessing's resource tracker, which ends with this process."""
     return [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Whether this is the resource tracker; a process that ended meanwhile is not."""
+    """Whether this is the resource tracker; False for a process that has ended."""
     try:
         return any("resource_tracker" in argument for argument in process.cmdline())
     except psutil.NoSuchProcess:
@@ -22,7 +22,7 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process and all below it; those that end meanwhile do not count."""
+    """Resident memory of this process and its descendants; those that end meanwhile do not count."""
     total = 0
     for process in [psutil.Process(), *children()]:
         try:
@@ -41,13 +41,13 @@ def end_processes(processes: Sequence[psutil.Process], patience_s: float = 10.0)
 
 
 def cause_of_death(ended: Mapping[str, int]) -> str:
-    """What is known of processes that ended unasked, in words.
+    """Why processes ended unexpectedly, in words.
 
     Args:
         ended: exit codes by name; a negative one is the signal that killed the process.
     """
     if not ended:
-        return "its core stopped working, and the engine's log says why"
+        return "its core stopped working; the engine's log says why"
     return ", ".join(f"its process {name} {ending(code)}" for name, code in ended.items())
 
 

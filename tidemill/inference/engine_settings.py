@@ -1,4 +1,4 @@
-"""What vLLM is told about memory, widths and precision."""
+"""The settings of vLLM: memory, widths and precision."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tidemill.errors import ConfigError
 
 GIB = 1 << 30
 MAX_SEQUENCES = {"cpu": 128, "cuda": 1024}
-# KV blocks of the CPU backend hold 128 tokens by default and only whole blocks are shared, so that a group with a
-# short prompt would compute it once a sample. 32 is the smallest that its kernels take.
+# KV blocks of the CPU backend hold 128 tokens by default, and only whole blocks are shared: a group with a short prompt
+# would compute it once for every sample. 32 is the smallest block size of its kernels.
 CPU_BLOCK_SIZE = 32
-# Tokens of one step; a tenth less processor time for groups with short prompts than vLLM's default of thousands.
+# Tokens of one step. Groups with short prompts take a tenth less processor time than with vLLM's default of thousands.
 CPU_STEP_TOKENS = 512
 SINGLE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def engine_environment(rollout: RolloutConfig, gpus: int = 0) -> dict[str, str]:
-    """Environment variables that must stand before vLLM is imported, in the engine's process.
+    """Environment variables of the engine's process, which must be set before vLLM is imported.
 
     Args:
         rollout: the settings of the run.
-        gpus: that the engine gets, where it may run on another machine than this one.
+        gpus: of the engine, which may run on another machine.
     """
     import torch
 
@@ -36,11 +36,11 @@ def engine_environment(rollout: RolloutConfig, gpus: int = 0) -> dict[str, str]:
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(rollout.start_timeout_s)),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        # Without it vLLM pins threads to cores, all engines and the trainer to the same ones.
+        # Without it vLLM pins the threads of all engines and of the trainer to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     if not gpus and not torch.cuda.is_available():
-        # On the CPU, compiling takes 17 s and g++ at run time, and gains nothing.
+        # On the CPU, compilation takes 17 s, needs g++ at run time, and gains nothing.
         environment["TORCH_COMPILE_DISABLE"] = "1"
     return environment
 
@@ -65,7 +65,7 @@ def engine_settings(model_path: str, rollout: RolloutConfig, max_prompt_tokens: 
         "max_model_len": context,
         "max_num_seqs": min(rollout.concurrent_samples_per_replica * rollout.group_size, MAX_SEQUENCES[device]),
         "tensor_parallel_size": rollout.tensor_parallel_size,
-        # Of the tempered distribution, as the trainer's.
+        # Log-probs after temperature, as the trainer computes them.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
@@ -78,12 +78,12 @@ def cpu_settings(rollout: RolloutConfig, context: int) -> dict[str, Any]:
     """Settings that only the CPU backend needs."""
     return {
         "enforce_eager": True,
-        # vLLM's choice for the CPU puts the model in a process of its own below the scheduler's: 1 GiB of memory and
-        # several seconds of start more, and slower for the messages between the two.
+        # By default vLLM for the CPU runs the model in a process of its own below the scheduler: it takes 1 GiB more
+        # memory and several more seconds to start, and is slower because of the messages between the two.
         **({} if rollout.tensor_parallel_size > 1 else {"distributed_executor_backend": SINGLE_PROCESS}),
         "block_size": CPU_BLOCK_SIZE,
-        # A prompt is computed whole or not yet: cutting it rewinds the generator of a seeded request by an offset that
-        # generators of the CPU do not have, and the engine dies of it.
+        # A prompt is computed in one step. Splitting it rewinds the generator of a seeded request by an offset that CPU
+        # generators do not support, and the engine crashes.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_STEP_TOKENS, context),
         "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gib * GIB),
@@ -96,7 +96,7 @@ def gpu_settings(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def context_length(model_path: str, wanted: int) -> int:
-    """Tokens that the engine reserves for: `wanted` and one more, which `score` samples and throws away.
+    """Length of the engine's context: `wanted` tokens and one more, which `score` samples and throws away.
 
     Raises:
         ConfigError: the model's own context is shorter than `wanted`.

@@ -1,15 +1,15 @@
-"""How the bytes of one tensor travel: as what changed since the version before, or since zero. Pure functions.
+"""Encodings of one tensor: the change since the version before, or since zero. Pure functions.
 
 same    nothing: no byte changed
 xor     every element xor its base, in byte planes, compressed
-sparse  the elements that changed: the gap from one to the next (uint32) and their xor, in byte planes, compressed
-raw     the bytes as they are, where compression gains nothing
+sparse  the changed elements: the gap from one to the next (uint32) and their xor, in byte planes, compressed
+raw     the bytes themselves, where compression gains nothing
 
-Xor, and not a difference, because floating-point subtraction rounds and the tensor must come back bit for bit. Byte
-planes (all first bytes of the elements, then all second bytes, ...) put the sign, the exponent and the high bits
-together, which a small update leaves alone; zstd then finds long runs of zeros. They also make weights without a base
-smaller, by nearly a third in bfloat16 and a seventh in float32. Lengths are those of `width`-byte elements, n of a
-tensor and k that changed.
+The change is a xor and not a difference, because floating-point subtraction rounds and the tensor must come back bit
+for bit. Byte planes (all first bytes of the elements, then all second bytes, ...) put the sign, the exponent and the
+high bits together. A small update does not change these, so zstd finds long runs of zeros. Byte planes also make
+weights without a base smaller, by nearly a third in bfloat16 and a seventh in float32. A tensor has n elements of
+`width` bytes, of which k changed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Encoding = Literal["raw", "same", "xor", "sparse"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-LEVEL = 1  # of zstd; level 3 takes twice the time or more and finds next to nothing between bits of floats
-SPARSE_BELOW = 0.5  # share of changed elements, above which gaps cost more than the zeros that they spare
+LEVEL = 1  # of zstd; level 3 takes at least twice the time and makes the bits of floats hardly smaller
+SPARSE_BELOW = 0.5  # share of changed elements; above it, gaps take more bytes than the zeros that they replace
 GAP = np.dtype(np.uint32)
 MAX_SPARSE_ELEMENTS = 1 << 32
 ELEMENTS: Mapping[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -35,7 +35,7 @@ ELEMENTS: Mapping[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A tensor on its way: how, and the bytes."""
+    """An encoded tensor."""
 
     encoding: Encoding
     data: bytes | memoryview
@@ -47,7 +47,7 @@ def checksum(data: memoryview | bytes) -> str:
 
 
 def encode(new: Bytes, base: Bytes | None, width: int) -> Encoded:
-    """The smallest way to send `new` to a receiver that has `base`.
+    """Encode `new` in the smallest way for a receiver that has `base`.
 
     Args:
         new: `[n * width]` bytes of the tensor.
@@ -69,20 +69,20 @@ def encode(new: Bytes, base: Bytes | None, width: int) -> Encoded:
 
 
 def apply(encoding: Encoding, data: bytes | memoryview, tensor: Bytes, width: int) -> None:
-    """Turn the base into the new tensor, in place. What was damaged on the way may give other bytes: see `checksum`.
+    """Turn the base into the new tensor, in place. Damaged data may give other bytes: see `checksum`.
 
     Args:
         encoding: of `data`.
-        data: what `encode` gave.
+        data: from `encode`.
         tensor: `[n * width]` bytes, holding the base, or zeros; changed.
         width: as it was encoded with.
 
     Raises:
-        ValueError: `data` cannot be of such a tensor; it is left as it was.
+        ValueError: `data` does not fit the tensor, which is left as it was.
     """
     if encoding == "raw":
         if len(data) != len(tensor):
-            raise ValueError(f"{len(data)} bytes came for a tensor of {len(tensor)}")
+            raise ValueError(f"{len(data)} bytes for a tensor of {len(tensor)}")
         tensor[:] = np.frombuffer(data, np.uint8)
     elif encoding == "xor":
         changes = decompress(data, len(tensor), len(tensor))
@@ -90,7 +90,7 @@ def apply(encoding: Encoding, data: bytes | memoryview, tensor: Bytes, width: in
     elif encoding == "sparse":
         apply_sparse(data, elements(tensor, width))
     elif len(data):
-        raise ValueError(f"{len(data)} bytes came for a tensor that did not change")
+        raise ValueError(f"{len(data)} bytes for a tensor that did not change")
 
 
 def apply_sparse(data: bytes | memoryview, tensor: NDArray[np.unsignedinteger]) -> None:
@@ -107,7 +107,7 @@ def apply_sparse(data: bytes | memoryview, tensor: NDArray[np.unsignedinteger]) 
 
 def sparse_planes(changes: NDArray[np.unsignedinteger]) -> Bytes:
     """`[k * (4 + width)]`: the planes of the gaps, then those of the changes that are not zero."""
-    positions = np.flatnonzero(changes != 0)  # four times as fast as that of integers
+    positions = np.flatnonzero(changes != 0)  # four times as fast as on integers
     gaps = np.diff(positions, prepend=0).astype(GAP)
     return np.concatenate([planes(gaps), planes(changes[positions])])
 
@@ -136,7 +136,7 @@ def compress(data: Bytes) -> bytes:
 
 
 def decompress(data: bytes | memoryview, least: int, most: int) -> Bytes:
-    """The content of a frame, if it states a length between the two: a damaged one may ask for any memory.
+    """The content of a frame, if its stated length is between the two: a damaged frame may state any length.
 
     Raises:
         ValueError: another length, or no zstd frame.
@@ -144,7 +144,7 @@ def decompress(data: bytes | memoryview, least: int, most: int) -> Bytes:
     try:
         nbytes = zstandard.frame_content_size(data)
         if not least <= nbytes <= most:
-            raise ValueError(f"a frame of {nbytes} bytes came where {least} to {most} are possible")
+            raise ValueError(f"a frame of {nbytes} bytes, where {least} to {most} are possible")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
     except zstandard.ZstdError as error:
-        raise ValueError(f"no whole zstd frame: {error}") from error
+        raise ValueError(f"not a whole zstd frame: {error}") from error

@@ -1,7 +1,7 @@
-"""An engine's side of the object store: brings a version to a file in memory, from the newest version that it has.
+"""An engine's side of the object store: downloads a version to a file in memory, based on the newest one it has.
 
-The file is the trainer's export byte for byte, so that the engine loads it as one on the trainer's host would. Engines
-of one host share the folder: one fetches, the others find the file.
+The file is the trainer's export byte for byte, so an engine loads it as an engine on the trainer's host does. Engines
+of one host share the folder: one downloads the file, the others find it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LOG = logging.getLogger(__name__)
 
 
 class WeightDownloader:
-    """Fetches versions for one engine.
+    """Downloads versions for one engine.
 
     Args:
         folder: on a memory-backed file system, the same for all engines of the host.
         open_store: connects to the store of the run.
-        timeout_s: to wait for another engine that fetches, or is still loading an older version.
+        timeout_s: for another engine that downloads, or still loads an older version.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class WeightDownloader:
 
     @asynccontextmanager
     async def local(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
-        """The update as a file of this host, which stays for the time of the body.
+        """Bring the version to a file of this host, which exists while the body runs.
 
         Raises:
-            ChainError: what is stored of the version is damaged or incomplete.
+            ChainError: the stored version is damaged or incomplete.
             StoreError: the store cannot be reached.
             SyncError: no room.
             EngineError: another engine keeps the folder for too long.
@@ -78,9 +78,9 @@ class WeightDownloader:
         self.users.close()
 
     def locked_fetch(self, lock: IO[str], update: WeightUpdate) -> Path:
-        """Bring a version here, or find that another engine did.
+        """Download a version, unless another engine has.
 
-        Returns with the lock shared, so that others may load the file too and none may delete it.
+        Returns with the lock shared, so that other engines may load the file too and none may delete it.
         """
         path = self.path(location_of(update))
         while not self.found(lock, path, update):
@@ -89,9 +89,9 @@ class WeightDownloader:
         return path
 
     def found(self, lock: IO[str], path: Path, update: WeightUpdate) -> bool:
-        """Take the lock: shared if the file is here, however long others take to load it; else alone, to fetch it.
+        """Take the lock: shared if the file exists, also while others load it; otherwise exclusive, to download it.
 
-        What cannot be taken at once loses what was held of it (flock), so that no two wait for each other.
+        A lock that is not granted at once is lost completely (flock), so no two engines wait for each other.
 
         Raises:
             EngineError: neither was possible before the deadline.
@@ -109,11 +109,11 @@ class WeightDownloader:
         return True
 
     def fetch(self, store: ObjectStore, update: WeightUpdate) -> Path:
-        """Bring a version here: from the newest base there is, or from a full snapshot where that fails.
+        """Download a version: from the newest base in the folder, or from a full snapshot if that fails.
 
         Raises:
-            ChainError: what is stored of it is damaged or incomplete.
-            StoreError: the store does not answer, or not as it should; what is here stays for the next try.
+            ChainError: the stored version is damaged or incomplete.
+            StoreError: the store does not answer, or answers with an error; the folder is left as it is.
         """
         location = location_of(update)
         path = self.path(location)
@@ -124,15 +124,17 @@ class WeightDownloader:
             self.build(store, location, path, base)
         except (ChainError, StoreMissingError) as error:
             if base is None:
-                raise ChainError(f"cannot bring version {update.version} from the store: {error}. {FIX}") from error
-            LOG.warning("version %s cannot be made from %s (%s); fetching it whole", update.version, base, error)
+                raise ChainError(f"cannot download version {update.version} from the store: {error}. {FIX}") from error
+            LOG.warning(
+                "version %s cannot be made from %s (%s); downloading a full snapshot", update.version, base, error
+            )
             self.path(base).unlink(missing_ok=True)
             return self.fetch(store, update)
         self.delete_all_but(path)
         return path
 
     def build(self, store: ObjectStore, location: Location, path: Path, base: Location | None) -> None:
-        """Make the file of a version from its chain; it appears only when every checksum is right."""
+        """Make the file of a version from its chain of deltas; it appears only when every checksum is right."""
         versions = chain(store, location, base)
         partial = self.folder / f".{path.name}.{secrets.token_hex(4)}.part"
         try:
@@ -146,34 +148,34 @@ class WeightDownloader:
             partial.unlink(missing_ok=True)
 
     def newest_base(self, location: Location) -> Location | None:
-        """The newest file here that a delta of the same attempt may build upon."""
+        """The newest file in the folder that a delta of the same attempt may be applied to."""
         matches = (FILE.match(path.name) for path in self.folder.iterdir())
         held = (int(match[2]) for match in matches if match and match[1] == location.attempt)
         serial = max((serial for serial in held if serial < location.serial), default=None)
         return None if serial is None else location.at(serial)
 
     def path(self, location: Location) -> Path:
-        """Where the file of a version lies here."""
+        """The file of a version."""
         return self.folder / f"{location.attempt}-{location.serial:08d}.safetensors"
 
     def delete_all_but(self, path: Path | None) -> None:
-        """Free what the newest version replaces; also what a killed engine left."""
+        """Delete the files that the newest version replaces, and those that a killed engine left."""
         for other in self.folder.iterdir():
             if other != path and other.suffix in {".safetensors", ".part"}:
                 other.unlink()
 
 
 def location_of(update: WeightUpdate) -> Location:
-    """Where a version lies in the bucket."""
+    """The location of a version in the bucket."""
     return Location.parse(parse_uri(update.path)[1])
 
 
 def chain(store: ObjectStore, location: Location, base: Location | None) -> list[StoredVersion]:
-    """What leads to a version, oldest first: from `base` where that is on the way, else from a full snapshot.
+    """The versions to apply, oldest first: those after `base` if it is an ancestor, else from a full snapshot on.
 
     Raises:
-        ChainError: a manifest on the way is damaged.
-        StoreMissingError: there is none.
+        ChainError: a manifest is damaged.
+        StoreMissingError: a manifest is missing.
     """
     versions = [StoredVersion.load(store, location)]
     while (serial := versions[-1].manifest.base) is not None and (base is None or serial != base.serial):
@@ -182,10 +184,10 @@ def chain(store: ObjectStore, location: Location, base: Location | None) -> list
 
 
 def reserve(path: Path, nbytes: int) -> Bytes:
-    """A new file of `nbytes` zeros, mapped. Its memory is taken now: later there would be a signal, not an error.
+    """Create and map a file of zeros. Its memory is taken now: later, a lack of it would be a signal and not an error.
 
     Raises:
-        SyncError: there is not as much.
+        SyncError: no room.
     """
     try:
         with path.open("xb") as file:
@@ -199,14 +201,14 @@ def copy_base(path: Path, data: Bytes) -> None:
     """Fill `data` with the version that the first delta is against.
 
     Raises:
-        ChainError: its file is not there any more, or is of another size.
+        ChainError: its file is gone, or has another size.
     """
     try:
         base = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:
         raise ChainError(f"{path} cannot be read: {error}") from error
     if len(base) != len(data):
-        raise ChainError(f"{path} has {len(base)} bytes and a delta for {len(data)} came")
+        raise ChainError(f"{path} has {len(base)} bytes, and the delta is for {len(data)}")
     data[:] = base
 
 
@@ -232,12 +234,12 @@ def receive(store: ObjectStore, version: StoredVersion, data: Bytes) -> None:
 def receive_part(
     store: ObjectStore, version: StoredVersion, number: int, part: Part, where: Mapping[str, Span], data: Bytes
 ) -> None:
-    """Fetch one part and apply it to its tensors."""
+    """Download one part and apply it to its tensors."""
     nbytes = sum(tensor.nbytes for tensor in part)
     key = version.location.part_key(number)
     payload = memoryview(store.get_bytes(key) if nbytes else b"")
     if len(payload) != nbytes:
-        raise ChainError(f"{store.uri(key)} has {len(payload)} bytes, published were {nbytes}")
+        raise ChainError(f"{store.uri(key)} has {len(payload)} bytes instead of {nbytes}")
     for stored in part:
         span = where[stored.name]
         tensor = data[span.start : span.stop]
@@ -252,7 +254,7 @@ def receive_part(
 
 
 def try_lock(file: IO[Any], kind: int) -> bool:
-    """Take a lock of `kind` if that needs no waiting."""
+    """Take a lock of `kind` if that is possible without waiting."""
     try:
         fcntl.flock(file.fileno(), kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,10 +1,10 @@
-"""What a version in the object store consists of.
+"""The layout of versions in the object store.
 
     runs/NAME/weights/3f9a1c0e/00000012/part-0000       encoded tensors, one after another
     runs/NAME/weights/3f9a1c0e/00000012/manifest        written last: without it the version does not exist
 
-`3f9a1c0e` is one attempt at the run and 12 a serial number of its publications. Deltas name their base by both, because
-after a restart the same policy version is another one.
+`3f9a1c0e` is an attempt at the run and 12 the serial number of a publication. A delta names its base by both, because
+the same policy version has other weights after a restart.
 """
 
 from __future__ import annotations

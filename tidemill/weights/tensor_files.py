@@ -204,7 +204,7 @@ def check_current(path: Path, file: IO[bytes], nbytes: int) -> None:
 
 
 def create(path: Path, header: bytes, nbytes: int) -> None:
-    """Create a file with this header. Its memory is taken now: later there would be a signal, not an error."""
+    """Create a file with this header. Its memory is taken now: later, a lack of it would be a signal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         file.write(header)

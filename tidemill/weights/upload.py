@@ -18,7 +18,7 @@ from tidemill.weights.safetensors_file import PREFIX_BYTES, SafetensorsFile, Spa
 from tidemill.weights.transport import Publication
 
 PART_BYTES = 32 << 20  # of tensors, before they are encoded; a larger tensor goes alone
-THREADS = 4  # zstd, xor, checksums and the network all leave the interpreter to others
+THREADS = 4  # zstd, xor, checksums and the network all release the interpreter lock
 
 LOG = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class WeightUploader:
         return len(self.newest.file.data) if self.newest else 0
 
     def publish(self, store: ObjectStore, version: int, path: Path) -> Publication:
-        """Upload an exported file; its name is gone afterwards, and its memory when the next version is published.
+        """Upload an exported file. Its name is removed, and its memory is freed when the next version is published.
 
         Raises:
             StoreError: the store failed; the version does not exist and the one before it is intact.
@@ -65,7 +65,7 @@ class WeightUploader:
         return self.upload(store, version, file, None)
 
     def snapshot(self, store: ObjectStore) -> Publication:
-        """Upload the newest version again, as a full snapshot: for receivers that cannot use what is stored of it.
+        """Upload the newest version again, as a full snapshot: for engines that cannot use the stored one.
 
         Raises:
             StoreError: as in `publish`.
@@ -110,7 +110,7 @@ class WeightUploader:
 def put_part(
     store: ObjectStore, key: str, spans: Sequence[Span], file: SafetensorsFile, base: SafetensorsFile | None
 ) -> Part:
-    """Encode some tensors and upload them as one object; one without bytes is left out."""
+    """Encode some tensors and upload them as one object; an empty object is left out."""
     encoded = [encode(file.tensor(s), base.tensor(s) if base else None, s.width) for s in spans]
     if data := b"".join(tensor.data for tensor in encoded):
         store.put_bytes(key, data)
@@ -121,7 +121,7 @@ def put_part(
 
 
 def split(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
-    """Consecutive tensors of together at most `nbytes`; a larger one goes alone."""
+    """Runs of consecutive tensors of at most `nbytes`; a larger tensor is a run by itself."""
     part: list[Span] = []
     for span in spans:
         if part and span.stop - part[0].start > nbytes:
@@ -133,6 +133,6 @@ def split(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
 
 
 def locations(store: ObjectStore, prefix: str) -> list[Location]:
-    """Every publication that has any object, oldest first."""
+    """The location of every publication that has any object, oldest first."""
     keys = {item.key.rpartition("/")[0] for item in store.list(prefix)}
     return [Location.parse(key) for key in sorted(keys)]
