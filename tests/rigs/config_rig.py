@@ -1,4 +1,4 @@
-"""The smallest run file, and what is said of settings beside it."""
+"""The smallest run file, parsed or refused with further settings."""
 
 from __future__ import annotations
 

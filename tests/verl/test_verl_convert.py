@@ -44,20 +44,43 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
-def script_overrides(folder: Path, *arguments: str) -> list[str]:
-    """What the shell passes to the command that takes the place of verl's in the example script."""
-    text = SCRIPT.read_text(encoding="utf-8")
-    command = "ray job submit -- python3 -m verl.experimental.fully_async_policy.fully_async_main"
-    assert command in text
-    script = folder / "script.sh"
-    script.write_text(text.replace(command, "printf '%s\\0'").replace("run.log", "words"), encoding="utf-8")
+def shell_words(script: str, folder: Path, command: str = "python3 -m verl.main") -> list[str]:
+    """What the shell passes to the command that takes the place of verl's `command` in a script."""
+    assert command in script
+    (folder / "script.sh").write_text(script.replace(command, "printf '%s\\0'"), encoding="utf-8")
     environment = HOME | {"PATH": os.environ["PATH"]}
-    subprocess.run(["bash", "script.sh", *arguments], check=True, capture_output=True, cwd=folder, env=environment)
-    return (folder / "words").read_text(encoding="utf-8").split("\0")[:-1]
+    done = subprocess.run(["bash", "script.sh"], check=True, capture_output=True, cwd=folder, env=environment)
+    return done.stdout.decode().split("\0")[:-1]
+
+
+def example_words(folder: Path) -> list[str]:
+    command = "ray job submit -- python3 -m verl.experimental.fully_async_policy.fully_async_main"
+    return shell_words(SCRIPT.read_text(encoding="utf-8"), folder, command)
+
+
+@pytest.mark.parametrize(
+    ("before", "word", "key", "value"),
+    [
+        ("n=8; (( n *= 2 ))", "actor_rollout_ref.rollout.n=$n", "rollout.group_size", 16),
+        ("p=1; unset p; p=${p:-2048}", "data.max_prompt_length=$p", "data.max_prompt_tokens", 2048),
+        ("printf -v lr '%s' 5e-7", "actor_rollout_ref.actor.optim.lr=$lr", "trainer.learning_rate", 5e-7),
+        ("IFS=, read -r a b <<< 'm,1024'", "data.max_response_length=$b", "rollout.max_new_tokens", 1024),
+        ("", "data.max_prompt_length=$((2 ** 10))", "data.max_prompt_tokens", 1024),
+        ("f=/d/a.parquet", "data.val_files=${f%.parquet}_x.parquet", "data.held_out", "/d/a_x.parquet"),
+        ("f=x", "data.prompt_key=${f:+question}", "data.prompt_key", "question"),
+        ("N=ABC", "trainer.experiment_name=${N,,}", "name", "abc"),
+        ("a=(x y); a+=(trainer.project_name=p)", "${a[2]}", "tracking.experiment", "p"),
+    ],
+)
+def test_the_shell_expands_the_settings(before: str, word: str, key: str, value: object, tmp_path: Path) -> None:
+    found = config(*shell_words(f"{before}\npython3 -m verl.main {word}\n", tmp_path)).model_dump()
+    for name in key.split("."):
+        found = found[name]
+    assert found == value
 
 
 def test_the_example_script_becomes_the_run_that_it_describes(tmp_path: Path) -> None:
-    run = parse_config(convert(script_overrides(tmp_path), [], HOME))
+    run = parse_config(convert(example_words(tmp_path), [], HOME))
     assert (run.name, run.model) == ("math-7b-async", "/home/me/verl/models/Qwen2.5-Math-7B")
     assert (run.data.train, run.data.answer_key) == ("/home/me/verl/data/math.parquet", "reward_model.ground_truth")
     a = run.asynchrony
@@ -71,10 +94,10 @@ def test_the_example_script_becomes_the_run_that_it_describes(tmp_path: Path) ->
 
 
 def test_every_setting_of_the_script_is_converted_or_listed_unless_it_is_a_default(tmp_path: Path) -> None:
-    keys = [word.partition("=")[0] for word in script_overrides(tmp_path) if not word.startswith("--")]
-    printed = convert(script_overrides(tmp_path), [], HOME)
+    keys = [word.partition("=")[0] for word in example_words(tmp_path) if not word.startswith("--")]
+    printed = convert(example_words(tmp_path), [], HOME)
     defaults = read_settings([], None, {})[1]
-    given = read_settings(script_overrides(tmp_path), None, HOME)[0]
+    given = read_settings(example_words(tmp_path), None, HOME)[0]
     listed = [key for key in keys if f"#   {key} = " in printed]
     converted = [key for key in keys if isinstance(rule_of(key), Becomes | Part)]
     silent = [key for key in keys if key not in listed + converted and given[key] == defaults[key]]

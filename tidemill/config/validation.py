@@ -1,8 +1,8 @@
 """Checks that the settings of a run fit together, before anything starts.
 
-Refused are settings that are valid alone and impossible together, and settings that would have no effect: a user who
-writes one expects an effect. A setting at its default is never refused for having none, so that the resolved settings
-of a run can be read back. `notices` tells of settings that may be intended.
+Settings that are valid alone and impossible together are refused. So is a setting without effect, because the user
+expects one; a setting at its default never is, so that the resolved settings of a run can be read back. `notices` are
+about settings that may be intended.
 """
 
 from __future__ import annotations

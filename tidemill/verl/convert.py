@@ -111,7 +111,7 @@ def convert(
     if done.refused:
         lines = "".join(f"\n  {setting}: {why}" for setting, why in done.refused.items())
         fix = f"Append KEY=VALUE to the command to replace a setting, or ~KEY to take it out.{lines}"
-        found = f"{len(done.refused)} settings without a counterpart"
+        found = f"{len(done.refused)} setting{'' if len(done.refused) == 1 else 's'} without a counterpart"
         raise ConfigError("verl command", found, "settings that Tidemill can convert", fix)
     return done.yaml(settings)
 
