@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ NOTHING = Kind("tidemill.dev", "v1", "nothings", provided_by="nobody")
 WAIT_S = 120.0
 
 
-def suspended(name: str) -> dict[str, object]:
+def suspended(name: str) -> dict[str, Any]:
     """A RayJob without pods."""
     container = {"name": "ray", "image": "i:1"}
     head = {"rayStartParams": {}, "template": {"spec": {"containers": [container]}}}
