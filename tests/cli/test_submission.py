@@ -6,20 +6,13 @@ import hashlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from kfp_server_api import ApiException
 from kfp_stub import RUN_ID, Kfp, serving
-from tidemill_pipelines.catalogue import pairs, typed
-from tidemill_pipelines.local import command
-from tidemill_pipelines.service import Service, UnavailableError
-from urllib3.exceptions import ProtocolError
 
 from tidemill.cli.main import main
-from tidemill.errors import RunError
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
 
@@ -224,35 +217,6 @@ def test_schedule_does_one_thing_at_a_time(words: list[str], capsys: pytest.Capt
     assert "allowed is a run file with --cron, or --list, or --delete NAME" in capsys.readouterr().err
 
 
-def test_numbers_stay_numbers_and_wrong_parameters_are_named() -> None:
-    given = typed("post_training", pairs(["config=a: 1", "engines=4", "gpu_hours=1.5", "gpu_type=7"]))
-    assert given == {"config": "a: 1", "engines": 4, "gpu_hours": 1.5, "gpu_type": "7"}
-    assert type(given["engines"]) is int
-    with pytest.raises(ValueError, match="post_training has no parameter engine; it has config, overrides"):
-        typed("post_training", {"config": "", "engine": "4"})
-    with pytest.raises(ValueError, match="engines = 'four' is not of the type Integer"):
-        typed("post_training", {"config": "", "engines": "four"})
-    with pytest.raises(ValueError, match="sweep needs the parameter variants"):
-        typed("sweep", {"config": ""})
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "usage: python -m tidemill_pipelines.local"),
-        (["sweeps", "runs"], "PIPELINE is one of post_training, sweep, continual"),
-        (["sweep", "runs", "config=a.yaml"], "sweep needs the parameter variants"),
-        (["sweep", "runs", "a.yaml"], "'a.yaml' is not of the form NAME=VALUE"),
-    ],
-)
-def test_misuse_of_the_local_runner_is_one_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(words) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
 @pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("path", ["", "/nothing/here"])
 def test_no_kfp_and_a_wrong_address_are_one_message(
@@ -292,32 +256,6 @@ def test_expired_token_is_named(kfp: Kfp, run_file: str, capsys: pytest.CaptureF
     kfp.refusal = (401, "token expired")
     assert main(["submit", run_file, "--endpoint", kfp.endpoint]) == 1
     assert "refuses: 401 token expired; set TIDEMILL_KFP_TOKEN" in capsys.readouterr().err
-
-
-class Looks:
-    """KFP's client, as far as a wait asks it: what it answers, one after the other."""
-
-    def __init__(self, *answers: str | Exception) -> None:
-        self.answers = list(answers)
-
-    def get_run(self, run_id: str) -> SimpleNamespace:
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return SimpleNamespace(state=answer)
-
-
-def waited(looks: Looks, patience_s: float = 60.0) -> str:
-    return Service(looks, "http://kfp", None).wait(RUN_ID, poll_s=0.0, patience_s=patience_s)
-
-
-def test_wait_outlives_a_server_that_is_away_for_some_minutes() -> None:
-    away = [ProtocolError("gone"), ApiException(status=503), ApiException(status=429)]
-    assert waited(Looks("RUNNING", *away, "RUNNING", "SUCCEEDED")) == "SUCCEEDED"
-    with pytest.raises(RunError, match="KFP at http://kfp refuses: 401"):
-        waited(Looks("RUNNING", ApiException(status=401), "SUCCEEDED"))
-    with pytest.raises(UnavailableError, match="KFP at http://kfp no longer answers: gone"):
-        waited(Looks("RUNNING", *away, "SUCCEEDED"), patience_s=-1.0)
 
 
 @pytest.mark.usefixtures("keys")

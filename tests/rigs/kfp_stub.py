@@ -1,4 +1,4 @@
-"""A server that answers as KFP's API does, as far as its client asks; it keeps what it was sent."""
+"""A stub of KFP's API server: it answers the requests of KFP's client and keeps what it receives."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 API = "/apis/v2beta1/"
-MADE = {"created_at": "2026-11-30T00:00:00Z"}
+CREATED = {"created_at": "2026-11-30T00:00:00Z"}
 RUN_ID = "1a2b3c4d-0000-4000-8000-000000000000"
 
 
 @dataclass
 class Kfp:
-    """What the server holds.
+    """State of the server.
 
     Attributes:
-        pipelines, versions, experiments, runs, schedules: resources as they were made.
-        bodies: what was uploaded as pipelines and versions.
-        states: of a run, one at each look.
-        refusal: status and message that every request but the look at its health gets.
+        pipelines, versions, experiments, runs, schedules: the resources, as they were created.
+        bodies: uploaded pipelines and versions.
+        states: states of a run, one for each request; the last one stays.
+        refusal: HTTP status and message for every request except the health check.
     """
 
     pipelines: list[dict[str, Any]] = field(default_factory=list)
@@ -38,44 +38,44 @@ class Kfp:
     endpoint: str = ""
 
     def get(self, path: str, query: dict[str, str]) -> dict[str, Any]:
-        """A resource, or a list of those that the filter lets through."""
+        """A resource, or a list of those that match the filter."""
         if path == "healthz":
             return {"multi_user": False}
         if path.startswith("runs/"):
             state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
             return {**self.runs[-1], "state": state}
         if path.endswith("/versions"):
-            return {"pipeline_versions": chosen(self.versions, query)}
+            return {"pipeline_versions": matching(self.versions, query)}
         lists = {"pipelines": self.pipelines, "experiments": self.experiments, "recurringruns": self.schedules}
         key = "recurringRuns" if path == "recurringruns" else path
-        return {key: chosen(lists[path], query)}
+        return {key: matching(lists[path], query)}
 
     def post(self, path: str, query: dict[str, str], body: bytes) -> dict[str, Any]:
-        """A resource, made."""
+        """Create a resource."""
         if path == "pipelines/upload":
             self.bodies.append(body)
-            self.pipelines.append({"pipeline_id": f"p{len(self.pipelines)}", "display_name": query["name"], **MADE})
+            self.pipelines.append({"pipeline_id": f"p{len(self.pipelines)}", "display_name": query["name"], **CREATED})
             return self.pipelines[-1]
         if path == "pipelines/upload_version":
             self.bodies.append(body)
             number = f"v{len(self.versions)}"
             version = {"pipeline_id": query["pipelineid"], "pipeline_version_id": number, "display_name": query["name"]}
-            version |= MADE
+            version |= CREATED
             self.versions.append(version)
             return version
         sent = json.loads(body)
-        made = {
+        created = {
             "experiments": (self.experiments, {"experiment_id": f"e{len(self.experiments)}"}),
             "runs": (self.runs, {"run_id": RUN_ID}),
             "recurringruns": (self.schedules, {"recurring_run_id": f"s{len(self.schedules)}"}),
         }
-        kind, key = made[path]
-        kind.append({**sent, **key, **MADE})
+        kind, key = created[path]
+        kind.append({**sent, **key, **CREATED})
         return kind[-1]
 
 
-def chosen(resources: list[dict[str, Any]], query: dict[str, str]) -> list[dict[str, Any]]:
-    """Those with the name that the filter asks for."""
+def matching(resources: list[dict[str, Any]], query: dict[str, str]) -> list[dict[str, Any]]:
+    """The resources with the name in the filter."""
     predicates = json.loads(query.get("filter", "{}")).get("predicates", [])
     names = {predicate.get("stringValue") or predicate.get("string_value") for predicate in predicates}
     return [each for each in resources if not names or each["display_name"] in names]
@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving() -> Iterator[Kfp]:
-    """A server of its own, for the block."""
+    """A server for the body of the `with`."""
     kfp = Kfp()
     handler = type("Handler", (Handler,), {"kfp": kfp})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -138,7 +138,7 @@ def submit(
         service_account,
         steps_image,
         store_endpoint,
-        debug=context.obj,
+        context.obj,
     )
     return submission.submit(file, overrides, options, resume=resume, dry_run=dry_run, wait=wait)
 
@@ -184,7 +184,7 @@ def schedule(
         service_account,
         steps_image,
         store_endpoint,
-        debug=context.obj,
+        context.obj,
     )
     submission.check_one_action({"a run file": file, "--cron": cron, "--list": list_, "--delete": delete})
     if delete:
