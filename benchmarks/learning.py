@@ -1,7 +1,7 @@
 """How well and how fast the demo learns, seed by seed: the whole pipeline, run after run.
 
-The limit it is set beside is what the demo promises: a held-out score of 0.70 within 25 steps and 360 seconds of
-training on two cores. Each row is one seed; `ratio` is the score over 0.70, or the limit over the seconds.
+The demo must reach a held-out score of 0.70 within 25 steps and 360 seconds of training on two cores. Each row is one
+seed; `ratio` is the score over 0.70, or 360 over the seconds.
 
     python benchmarks/learning.py [--seeds 5] [--config examples/addition.yaml] [--json rows.json]
 """
@@ -35,14 +35,14 @@ def run_seed(config: str, seed: int, output: Path, overrides: Sequence[str]) -> 
 
 
 def rows(seed: int, summary: Summary) -> Iterator[Row]:
-    """The two promises."""
+    """Score and training time, compared with their limits."""
     score = summary.held_out_after or 0.0
     yield Row(f"held-out score, seed {seed}", "fraction", score, SCORE, score / SCORE)
     yield Row(f"training, seed {seed}", "s", summary.train_seconds, SECONDS, SECONDS / summary.train_seconds)
 
 
 def show(summaries: dict[int, Summary]) -> None:
-    """One line a seed."""
+    """One line per seed."""
     table = Table("seed", "steps", "before", "after", "train s", "total s", "tokens/s", "max age", "idle t/r", "GiB")
     for seed, s in summaries.items():
         idle = f"{s.trainer_idle or 0:.0%} / {s.rollouter_idle or 0:.0%}"
@@ -65,7 +65,7 @@ def main() -> None:
     for seed in range(arguments.seeds):
         summaries[seed] = run_seed(arguments.config, seed, arguments.output, arguments.overrides)
         show(summaries)
-        if arguments.json:  # after every seed, so that a run that fails takes nothing with it
+        if arguments.json:  # after every seed, so that a failed run loses no rows
             write_rows(arguments.json, [row for seed, summary in summaries.items() for row in rows(seed, summary)])
 
 

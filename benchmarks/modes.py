@@ -1,11 +1,12 @@
 """The demo in each of the four modes: throughput, idle time, ages, partial rollouts, drops, score and a timeline.
 
-Modes differ in settings of `asynchrony` and in nothing else. Every mode trains as many groups from the same prompts.
-`overlap` is the share of the trainer's updates during which engines generate; one row a mode, set beside on-policy.
+Modes differ only in settings of `asynchrony`. All modes train the same number of groups from the same prompts.
+`overlap` is the share of the trainer's updates during which engines generate. One row per mode, compared with
+on-policy.
 
     python benchmarks/modes.py [MODE ...] [--steps 16] [--output runs/modes] [--images FOLDER] [--json rows.json]
 
-Without a mode all of them run, one after the other. The table shows every mode that has a finished run in the folder.
+Without MODE, all modes run one after the other. The table shows every mode with a finished run in the folder.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that came to its end."""
+    """A finished run."""
 
     mode: str
     folder: Path
@@ -49,7 +50,7 @@ class Finished:
 
     @classmethod
     def newest(cls, mode: str, output: Path) -> Finished | None:
-        """The newest run of a mode; None if none has finished."""
+        """The newest finished run of a mode, or None."""
         done = sorted(output.glob(f"{mode}-*/summary.json"), key=lambda path: path.stat().st_mtime)
         if not done:
             return None
@@ -85,7 +86,7 @@ def run(mode: str, config: str, steps: int, output: Path, overrides: Sequence[st
 
 
 def rows(finished: Sequence[Finished]) -> Iterator[Row]:
-    """Throughput of each mode over that of on-policy."""
+    """Throughput of each mode, compared with on-policy."""
     by_mode = {one.mode: one.summary.tokens_per_second for one in finished}
     if "on-policy" in by_mode:
         base = by_mode["on-policy"]
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--config", default="examples/addition.yaml")
     parser.add_argument("--output", type=Path, default=Path("runs/modes"))
     parser.add_argument("--images", type=Path, help="folder for the timelines")
-    parser.add_argument("--table", action="store_true", help="run nothing, show what has finished")
+    parser.add_argument("--table", action="store_true", help="run nothing, show the finished runs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.images is not None:

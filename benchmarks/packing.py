@@ -1,9 +1,9 @@
-"""How much packing saves: one optimizer step of packed groups against the same step row by row.
+"""What packing saves: one optimizer step on packed groups, compared with the same step row by row.
 
     python benchmarks/packing.py --model FOLDER [--json PATH]
 
-Without --model a small random Llama is made. Rows of `--json`: name, unit, ours, other, ratio (other over ours).
-Both sides run the same code on the same groups; row by row means that every response is a row with its own prompt.
+Without --model, the model is a small random Llama. Rows of `--json`: name, unit, ours, other, ratio (other over ours).
+Both sides run the same code on the same groups. Row by row means that every response is a row with its own prompt.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=44)
-    parser.add_argument("--shared-tokens", type=int, default=26, help="of the prompt, the same in all groups")
-    parser.add_argument("--response-tokens", type=int, default=12, help="at most; half as many at least")
+    parser.add_argument("--shared-tokens", type=int, default=26, help="common prefix of all prompts")
+    parser.add_argument("--response-tokens", type=int, default=12, help="largest length; the smallest is half of it")
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
@@ -53,11 +53,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, model: Path) -> list[Row]:
-    """One step each, after one that warms up."""
+    """One step each, after a warm-up step."""
     trainer = TrainerConfig(steps=3, threads=args.threads, learning_rate=1e-9)
     rank = PolicyRank(str(model), trainer, AlgorithmConfig(), temperature=1.0, seed=0)
     groups = make_groups(args, vocabulary=rank.model.config.vocab_size)
-    packed, plain = (batches(groups, args.micro_batch_tokens, whole) for whole in (True, False))
+    packed, plain = (batches(groups, args.micro_batch_tokens, side) for side in (True, False))
     denominator = step_denominator(groups, "token")
     rank.update(packed, denominator)
     ours, other = (timed_update(rank, part, denominator) for part in (packed, plain))
@@ -86,9 +86,9 @@ def predictors(batches: Sequence[MicroBatch]) -> float:
     return float(sum(len(batch.predictors()[0]) for batch in batches))
 
 
-def batches(groups: Sequence[Group], max_tokens: int, whole: bool) -> list[MicroBatch]:
-    """Micro-batches of whole groups, or of single responses."""
-    if whole:
+def batches(groups: Sequence[Group], max_tokens: int, packed: bool) -> list[MicroBatch]:
+    """Micro-batches of packed groups, or of single responses."""
+    if packed:
         rows = [row for group in groups for row in pack_group(group, signs(group), max_tokens)]
         return micro_batches(rows, max_tokens, ranks=1)[0]
     single = [Group(group.prompt, (rollout,)) for group in groups for rollout in group.rollouts]
@@ -101,7 +101,7 @@ def signs(group: Group) -> np.ndarray:
 
 
 def make_groups(args: argparse.Namespace, vocabulary: int) -> list[Group]:
-    """Random tokens, so that the responses of a group share their prompt and next to nothing else."""
+    """Random tokens: the responses of a group share their prompt and hardly anything else."""
     rng = np.random.default_rng(0)
     shared = rng.integers(3, vocabulary, args.shared_tokens)
     groups = []

@@ -360,7 +360,7 @@ def rule_of(name: str) -> Rule:
     """The rule of a metric.
 
     Raises:
-        DataError: there is none.
+        DataError: the metric has no rule.
     """
     if name in RULES:
         return RULES[name]

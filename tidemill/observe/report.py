@@ -46,7 +46,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A held-out prompt and its answers before and after training, as excerpts; None where there is no answer."""
+    """A held-out prompt and its answers before and after training, as excerpts; None without an answer."""
 
     prompt: str
     before: str | None
@@ -137,7 +137,7 @@ class Summary:
         """The inverse of `write`.
 
         Raises:
-            DataError: there is no such file, or it is not a summary.
+            DataError: the file does not exist, or it is not a summary.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -227,8 +227,8 @@ class Fact:
 
     Attributes:
         label: shown to people.
-        text: the value with its unit, or why there is none.
-        known: whether there is a value.
+        text: the value with its unit, or why it is missing.
+        known: whether the value exists.
     """
 
     label: str
@@ -250,7 +250,7 @@ def facts(summary: Summary) -> Iterator[Fact]:
 
 
 def value_or_reason(summary: Summary, name: str, label: str, form: Callable[[Any], str]) -> Fact:
-    """The formatted value of a field, or why there is none."""
+    """The formatted value of a field, or why it is missing."""
     value = asdict(summary)[name]
     if value is None:
         return Fact(label, summary.reason(name), known=False)

@@ -66,10 +66,10 @@ def last_steps(activities: Sequence[Activity], count: int | None) -> list[Activi
     """The newest `count` steps of an attempt (None: all); the first one has the groups in flight at its beginning.
 
     Raises:
-        DataError: there is no step.
+        DataError: no step has finished.
     """
     if not activities:
-        raise DataError("the run has not finished a step yet, so there is no timeline. Try again after the first step.")
+        raise DataError("the run has not finished a step yet. Draw the timeline after the first step.")
     kept = list(activities if count is None else activities[-count:])
     before = {name: part[-1] for activity in activities[: -len(kept)] for name, part in activity.loads.items() if part}
     began = {name: [change, *kept[0].loads.get(name, [])] for name, change in before.items()}
