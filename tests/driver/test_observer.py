@@ -1,4 +1,4 @@
-"""What is reported of a run reaches MLflow, the event log, the summary and whoever else listens."""
+"""Reports of a run reach MLflow, the event log, the summary and listeners."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def observe(log: EventLog, first_step: int) -> tuple[RunObserver, Curves]:
     return observer, curves
 
 
-def test_a_step_reaches_everybody_who_is_told(tmp_path: Path) -> None:
+def test_a_step_reaches_the_log_the_tracker_and_all_listeners(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as log:
         heard: list[Mapping[str, float]] = []
         observer, curves = observe(log, 1)
@@ -63,7 +63,7 @@ def test_a_step_reaches_everybody_who_is_told(tmp_path: Path) -> None:
     assert observer.steps.result() == {"time/step": 8.0, "groups/count": 80.0, "reward/mean": 0.4}
 
 
-def test_the_picture_of_a_run_that_went_on_is_that_of_its_newest_attempt(tmp_path: Path) -> None:
+def test_the_timeline_of_a_resumed_run_is_that_of_its_newest_attempt(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as log:
         observe(log, 1)
         observer, curves = observe(log, 3)

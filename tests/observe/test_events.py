@@ -1,4 +1,4 @@
-"""The event log: whole after every write, readable while it grows, and after a crash."""
+"""The event log: readable while it grows and after a crash."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_events_survive_json(event: Event) -> None:
     assert event_from_dict(json.loads(json.dumps(event_to_dict(event)))) == event
 
 
-def test_numbers_of_numpy_are_written_as_plain_ones() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     event = StepFinished(1, 1, 1, 1.0, {"reward/mean": np.float32(0.5)}, 0.0)
     assert json.loads(json.dumps(event_to_dict(event)))["metrics"] == {"reward/mean": 0.5}
 
@@ -51,7 +51,7 @@ def test_numbers_of_numpy_are_written_as_plain_ones() -> None:
 @pytest.mark.parametrize(
     "value", [None, {"kind": "other"}, {"kind": "warning"}, {"kind": "warning", "text": "", "more": 1}]
 )
-def test_what_is_no_event_is_refused(value: object) -> None:
+def test_a_value_that_is_not_an_event_is_refused(value: object) -> None:
     with pytest.raises(DataError, match="not a"):
         event_from_dict(value)
 
@@ -63,7 +63,7 @@ def test_every_event_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> Non
             assert read_events(log.path) == EVENTS[:count]
 
 
-def test_a_half_written_last_line_is_left_until_it_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     line = json.dumps(event_to_dict(EVENTS[0]))
     path.write_text(line + "\n" + line[:9])
@@ -72,7 +72,7 @@ def test_a_half_written_last_line_is_left_until_it_is_whole(tmp_path: Path) -> N
     assert read_events(path) == [EVENTS[0]] * 2
 
 
-def test_a_restarted_run_goes_on_after_a_half_written_line(tmp_path: Path) -> None:
+def test_a_restarted_run_continues_after_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(json.dumps(event_to_dict(EVENTS[0])) + '\n{"kind": "war')
     with EventLog(path) as log:

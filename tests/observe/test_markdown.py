@@ -37,13 +37,13 @@ def test_report_has_score_facts_answers_and_the_command() -> None:
     assert "`tidemill generate models:/a/1 PROMPT`" in text
 
 
-def test_a_model_without_a_version_is_named_by_its_place() -> None:
+def test_a_model_without_a_version_is_named_by_its_uri() -> None:
     text = report("run-a", replace(SUMMARY, model_version=None))
     assert "`tidemill generate s3://tidemill/runs/a/model/3 PROMPT`" in text and "models:/" not in text
     assert "tidemill generate" not in report("run-a", replace(SUMMARY, model_version=None, model_uri=None))
 
 
-def test_a_text_keeps_to_its_cell() -> None:
+def test_a_text_stays_in_its_cell() -> None:
     hostile = "a | b\n\n# c\n```\nd\n```\n<script> *e* _f_ [g](javascript:h) ![i](http://x/y.png)"
     text = cell(hostile)
     assert "\n" not in text

@@ -1,4 +1,4 @@
-"""Wall time of phases by a clock that the test moves."""
+"""Wall time of phases, by a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
 
-def test_a_phase_that_is_entered_twice_adds_up_and_one_that_fails_counts() -> None:
+def test_repeated_phases_add_up_and_a_failed_phase_counts() -> None:
     clock = Clock()
     timings = Timings(clock)
     for seconds in (1.0, 2.0):
@@ -31,7 +31,7 @@ def test_a_phase_that_is_entered_twice_adds_up_and_one_that_fails_counts() -> No
     assert timings.intervals == [("forward", 50.0, 51.0), ("forward", 51.5, 53.5), ("sync", 54.0, 58.0)]
 
 
-def test_what_has_passed_counts_though_no_phase_has_ended() -> None:
+def test_elapsed_includes_phases_that_have_not_ended() -> None:
     clock = Clock()
     timings = Timings(clock)
     with timings.phase("step"):
@@ -39,7 +39,7 @@ def test_what_has_passed_counts_though_no_phase_has_ended() -> None:
         assert (timings.elapsed, timings.seconds) == (2.0, {})
 
 
-def test_intervals_get_the_date_at_which_they_were() -> None:
+def test_dated_intervals_are_in_seconds_since_the_epoch() -> None:
     clock = Clock()
     timings = Timings(clock)
     with timings.phase("pack"):

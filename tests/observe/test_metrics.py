@@ -1,4 +1,4 @@
-"""Metric values by hand, and the idle clock against scripted waits."""
+"""Metrics of a step, against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_ages_are_a_histogram_and_stale_and_partial_rollouts_are_counted() -> No
     assert (metrics["staleness/partial_rollouts"], metrics["staleness/partial_span_max"]) == (2, 2)
 
 
-def test_what_the_loss_does_not_count_has_no_age() -> None:
+def test_masked_tokens_have_no_age() -> None:
     partial = rollout(0.0, ((3, 3), (5, 1)))
     masked = replace(partial, loss_mask=np.array([0, 0, 0, 1], np.float32))
     old = replace(rollout(0.0, ((4, 2),)), loss_mask=np.zeros(2, np.float32))
@@ -110,7 +110,7 @@ def test_two_spans_of_one_version_are_not_a_partial_rollout() -> None:
     assert [metrics[f"staleness/{name}"] for name in ("max", "partial_ratio", "partial_span_max")] == [2, 0, 0]
 
 
-def test_rewards_that_differ_by_rounding_alone_are_the_same() -> None:
+def test_rewards_that_differ_only_by_rounding_are_equal() -> None:
     parts = group(1, *(rollout(reward, ((0, 1),)) for reward in (0.1 + 0.2, 0.3)))
     whole = group(1, *(rollout(reward, ((0, 1),)) for reward in (0.25, 0.3)))
     assert not grpo_advantages(parts.rewards, True).any()
@@ -129,7 +129,7 @@ def test_truncation_and_parts_are_counted() -> None:
     assert (metrics["advantage/std"], metrics["advantage/min"], metrics["advantage/max"]) == (1, -1, 1)
 
 
-def test_parts_amount_to_the_reward_though_not_every_rollout_has_all_of_them() -> None:
+def test_means_of_parts_sum_to_the_mean_reward_even_if_rollouts_lack_parts() -> None:
     parts: list[dict[str, float]] = [{"f/format": 0.25, "f/right": 1.0}, {"f/format": 0.25}, {}, {"f/late": -0.5}]
     one = group(1, *(rollout(sum(part.values()), ((0, 1),), parts=part) for part in parts))
     metrics = group_metrics([one], 0, advantages(one))
@@ -138,7 +138,7 @@ def test_parts_amount_to_the_reward_though_not_every_rollout_has_all_of_them() -
     assert sum(means) == metrics["reward/mean"]
 
 
-def test_metrics_of_nothing_are_refused() -> None:
+def test_metrics_without_groups_are_refused() -> None:
     with pytest.raises(DataError, match="0 groups"):
         group_metrics([], 0, [])
     one = group(1, rollout(0.0, ((0, 1),)))

@@ -1,4 +1,4 @@
-"""Steps taken together, against the same numbers computed from everything at once."""
+"""Aggregated steps, against the same metrics computed from all groups at once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def random_group(random: np.random.Generator) -> Group:
     return Group(Prompt(0, 0, np.zeros(int(random.integers(1, 9)), np.int32), ""), tuple(rollouts))
 
 
-def test_steps_of_different_sizes_amount_to_the_metrics_of_all_their_groups() -> None:
+def test_aggregated_steps_equal_the_metrics_of_all_their_groups() -> None:
     random = np.random.default_rng(0)
     groups = [random_group(random) for _ in range(12)]
     advantages = [group.rewards - group.rewards.mean() for group in groups]
@@ -93,7 +93,7 @@ def test_shares_of_time_and_rates_are_weighted_by_time() -> None:
     assert result["throughput/tokens_per_second"] == pytest.approx(18.0)
 
 
-def test_a_metric_of_some_steps_is_taken_over_those_steps() -> None:
+def test_a_metric_of_some_steps_is_aggregated_over_those_steps() -> None:
     one = {"rollout/generated_groups": 0.0}
     two = {"rollout/generated_groups": 3.0, "rollout/reward/exact": 0.5, "rollout/dropped/stale": 2.0}
     assert together(one, two) == {
@@ -113,7 +113,7 @@ def test_a_part_of_the_reward_counts_as_zero_in_steps_that_lack_it() -> None:
     assert (result["reward/f/a/mean"], result["rollout/reward/f/a"]) == (0.5 / 8, 2 * 0.75 / 6)
 
 
-def test_a_mean_over_nothing_is_left_out() -> None:
+def test_a_mean_without_weight_is_left_out() -> None:
     assert together({"update/tokens": 0.0, "ratio/mean": 1.0}) == {"update/tokens": 0.0}
 
 
@@ -124,17 +124,17 @@ def test_a_mean_over_nothing_is_left_out() -> None:
         ({"reward/mean": 1.0}, "weighted by groups/count"),
     ],
 )
-def test_nothing_is_guessed(step: dict[str, float], message: str) -> None:
+def test_a_metric_without_a_rule_or_weight_is_refused(step: dict[str, float], message: str) -> None:
     with pytest.raises(DataError, match=message):
         together(step)
 
 
-def test_every_documented_metric_has_a_rule_and_no_rule_is_for_another() -> None:
+def test_documented_metrics_and_rules_have_the_same_names() -> None:
     rows = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     assert set(re.findall(r"`(\w+(?:/\w+)+)`", "\n".join(rows))) == set(RULES)
 
 
-def test_every_metric_becomes_what_its_meaning_says() -> None:
+def test_every_metric_has_the_rule_of_its_meaning() -> None:
     """The rules a second time, by kind: what is counted is summed, what is a state is the last one, and so on."""
     found: dict[str, set[str]] = {}
     for name, rule in RULES.items():

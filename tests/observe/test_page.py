@@ -28,7 +28,7 @@ SUMMARY = Summary(
 CURVES = Curves(rewards=((1, 0.0), (2, 0.5), (3, 1.0)), scores=((0, 0.25), (3, 0.75)))
 
 
-def test_page_tells_before_and_after_and_the_way_between() -> None:
+def test_page_has_scores_before_and_after_and_the_chart() -> None:
     text = page("run-a", SUMMARY, CURVES)
     assert "0.250 &rarr; 0.750" in text and "+0.500" in text
     assert text.count("<svg") == text.count("</svg>") == 1
@@ -36,7 +36,7 @@ def test_page_tells_before_and_after_and_the_way_between() -> None:
     assert "(no checkpoint was written)" in text
 
 
-def test_page_needs_nothing_else_and_shows_prompts_as_they_are() -> None:
+def test_page_is_self_contained_and_escapes_texts() -> None:
     text = page("<run>", SUMMARY, CURVES)
     assert not re.search(r"<(script|link|img)|src=|url\((?!#)|@import", text)
     assert "<b>" not in text and "&lt;b&gt;2 + 2&lt;/b&gt;" in text and "&lt;run&gt;" in text

@@ -1,4 +1,4 @@
-"""The summary file, and the table at the end."""
+"""The summary file, and the report on the terminal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_summary_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"steps": 1, "samples": []}', '{"samples": [{"a": 1}]}'])
-def test_what_is_no_summary_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_summary_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(DataError, match="not a summary of a run"):
         Summary.read(tmp_path / "summary.json")
@@ -66,7 +66,7 @@ def test_the_report_shows_before_after_and_where_the_model_is() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_one_thing_is_not_called_by_the_name_of_several() -> None:
+def test_nouns_are_singular_or_plural() -> None:
     assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
     assert "1 version behind" in shown(SUMMARY)
     assert "2 versions behind" in shown(replace(SUMMARY, max_age=2))
@@ -80,7 +80,7 @@ def test_only_reasons_that_happened_get_a_line() -> None:
     assert "masked" not in shown(replace(SUMMARY, metrics={"staleness/masked_tokens": 0.0, "response/tokens": 9000.0}))
 
 
-def test_tokens_that_were_too_old_are_told_of_beside_those_that_were_sampled() -> None:
+def test_masked_tokens_are_shown_with_the_number_of_sampled_ones() -> None:
     text = shown(replace(SUMMARY, metrics={"staleness/masked_tokens": 1234.0, "response/tokens": 9000.0}))
     assert "masked tokens: 1,234 of 9,000 (too old, in the last attempt)" in text
 
@@ -105,7 +105,7 @@ def test_an_answer_cannot_steer_the_terminal() -> None:
     assert not set(text) & {"\x1b", "\x07", "\x9b", "\r"}
 
 
-def test_of_a_long_answer_beginning_and_end_are_shown() -> None:
+def test_a_long_answer_is_cut_in_the_middle() -> None:
     kept = shortened(Answer("p", "first " + "x" * 10_000 + " last", None, 0.0)).response
     assert kept.startswith("first ") and kept.endswith(" last") and len(kept) < 1300
     assert excerpt("  as it is\n") == "as it is"

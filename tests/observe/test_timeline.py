@@ -70,19 +70,19 @@ def test_a_timeline_is_that_of_the_newest_attempt() -> None:
     assert [activity.step for activity in last_steps(newest_attempt(resumed), 1)] == [3]
 
 
-def test_an_attempt_that_goes_on_with_the_next_step_is_another_one() -> None:
+def test_attempts_with_consecutive_steps_are_distinguished() -> None:
     # The engine of the first was busy when it was cut; nothing was in flight until the second began.
     first = Activity(1, [["sync", 100, 101]], {"engine 0": [[100.5, 16]]}, attempt=90.0)
     second = Activity(2, [["sync", 200, 201]], {}, attempt=190.0)
     assert loads(newest_attempt([first, second])) == {}
 
 
-def test_without_a_step_there_is_nothing_to_draw() -> None:
+def test_a_timeline_needs_a_finished_step() -> None:
     with pytest.raises(DataError, match="not finished a step"):
         last_steps(newest_attempt([StepFinished(1, 1, 1, 1.0, {}, 0.0)]), None)
 
 
-def test_the_last_steps_begin_with_what_was_in_flight() -> None:
+def test_the_last_steps_begin_with_the_groups_in_flight() -> None:
     # engine 0 has had two requests in flight since 104, and nothing of it changes in the second step
     steps = [replace(STEPS[0], loads={"engine 0": [[104, 2]]}), replace(STEPS[1], loads={"engine 1": [[123, 3]]})]
     kept = last_steps(steps, 1)
@@ -91,12 +91,12 @@ def test_the_last_steps_begin_with_what_was_in_flight() -> None:
     assert last_steps(steps, None) == steps
 
 
-def test_engines_stand_in_the_order_of_their_numbers() -> None:
+def test_engines_are_ordered_by_number() -> None:
     steps = [replace(STEPS[0], loads={f"engine {n}": [[104, 1]] for n in (10, 2, 0)})]
     assert list(loads(steps)) == ["engine 0", "engine 2", "engine 10"]
 
 
-def test_common_time_is_that_of_a_plain_comparison() -> None:
+def test_common_time_equals_a_pairwise_comparison() -> None:
     first, second = [(0, 3), (4, 8), (9, 10)], [(1, 2), (2.5, 5), (6, 7), (7.5, 20)]
     assert common(first, second) == sum(max(0, min(e, b) - max(s, a)) for s, e in first for a, b in second) == 5
 

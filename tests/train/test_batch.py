@@ -68,7 +68,7 @@ def test_every_target_keeps_the_version_that_sampled_it() -> None:
     assert batch.targets.versions.dtype == np.int32
 
 
-def test_equal_rollouts_cost_one_and_count_twice() -> None:
+def test_equal_rollouts_are_computed_once_and_count_twice() -> None:
     group = make_group(0, [50], make_rollout([10, 11]), make_rollout([10, 11]))
     (row,) = pack_group(group, np.array([1, -2], np.float32), 99)
     assert row.token_ids.tolist() == [50, 10]
@@ -82,7 +82,7 @@ def test_a_group_without_advantage_costs_no_row() -> None:
     assert len(pack_group(group, zeros, 99, keep_all=True)) == 1
 
 
-def test_sequence_weights_are_one_over_the_learned_tokens() -> None:
+def test_sequence_weights_are_one_over_the_target_tokens() -> None:
     group = make_group(0, [50], make_rollout([10, 11, 12], mask=[1, 0, 1]), make_rollout([13]))
     (row,) = pack_group(group, ONES[:2], 99, aggregation="sequence")
     # The shorter path comes first in the tree.
@@ -98,7 +98,7 @@ def test_a_long_group_is_split_with_the_prompt_in_every_row() -> None:
     assert sum(len(row.targets) for row in rows) == 15
 
 
-def test_a_response_longer_than_the_bound_goes_alone() -> None:
+def test_a_response_longer_than_the_bound_gets_its_own_row() -> None:
     group = make_group(0, [50, 51], make_rollout(list(range(3, 12))), make_rollout([20]), make_rollout([21]))
     # The prompt alone predicts the one token of the short ones.
     assert [len(row) for row in pack_group(group, ONES[:3], 4)] == [2, 10]
@@ -114,7 +114,7 @@ RESPONSES = st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=6), min_si
 
 @given(st.lists(st.tuples(st.lists(st.integers(3, 4), min_size=1, max_size=4), RESPONSES), min_size=1, max_size=4),
        st.integers(1, 60))  # fmt: skip
-def test_every_target_sees_exactly_its_own_prefix(
+def test_every_target_attends_to_exactly_its_own_prefix(
     prompts: list[tuple[list[int], list[list[int]]]], max_tokens: int
 ) -> None:
     groups = [make_group(i, prompt, *map(make_rollout, responses)) for i, (prompt, responses) in enumerate(prompts)]
@@ -131,7 +131,7 @@ def test_micro_batches_pad_little_and_stay_within_the_bound() -> None:
     assert [batch.token_ids.shape for batch in share] == [(2, 9), (3, 4)]
 
 
-def test_rows_that_begin_alike_are_grafted_where_that_is_cheaper() -> None:
+def test_rows_with_a_common_prefix_are_grafted_where_that_is_cheaper() -> None:
     groups = [make_group(i, [50, 51, 60 + i], make_rollout([9, 8]), make_rollout([7, 6])) for i in range(3)]
     rows = [row for group in groups for row in pack_group(group, ONES[:2], 99)]
     (tree,) = grafted(rows, 99)
@@ -140,18 +140,18 @@ def test_rows_that_begin_alike_are_grafted_where_that_is_cheaper() -> None:
     assert [len(row) for row in grafted(rows, 8)] == [8, 5]
 
 
-def test_long_rows_are_not_grafted_for_a_short_beginning() -> None:
+def test_long_rows_are_not_grafted_for_a_short_prefix() -> None:
     groups = [make_group(i, [50, 60 + i], make_rollout(list(range(3, 400)))) for i in range(2)]
     rows = [row for group in groups for row in pack_group(group, ONES[:1], 4096)]
     assert len(grafted(rows, 4096)) == 2
 
 
-def test_padding_sees_itself_only() -> None:
+def test_padding_attends_only_to_itself() -> None:
     batch = MicroBatch.of(rows_of_length(1, 3))
     assert batch.ends.tolist() == [[1, 2, 3], [3, 3, 3]]
 
 
-def test_ranks_share_the_tokens_and_get_equally_many_micro_batches() -> None:
+def test_ranks_get_similar_numbers_of_tokens_and_equal_numbers_of_micro_batches() -> None:
     shares = micro_batches(rows_of_length(8, 2, 2, 2, 2), 8, ranks=2)
     assert [[batch.token_ids.shape for batch in share] for share in shares] == [[(1, 8)], [(4, 2)]]
     shares = micro_batches(rows_of_length(5, 5, 5), 5, ranks=2)
@@ -170,7 +170,7 @@ def test_the_same_groups_give_the_same_micro_batches() -> None:
         np.testing.assert_array_equal(one.targets.advantages, other.targets.advantages)
 
 
-def test_predictors_name_each_needed_column_once() -> None:
+def test_predictors_are_unique() -> None:
     group = make_group(0, [50], make_rollout([10, 11]), make_rollout([12, 13]))
     batch = MicroBatch.of(pack_group(group, ONES[:2], 99) * 2)
     unique, inverse = batch.predictors()
@@ -182,7 +182,7 @@ def masked_group() -> Group:
     return make_group(0, [50], make_rollout([10, 11, 12], mask=[1, 0, 1]), make_rollout([13], mask=[0]))
 
 
-def test_the_denominator_counts_learned_tokens_or_sequences() -> None:
+def test_the_denominator_counts_unmasked_tokens_or_sequences() -> None:
     groups = [masked_group(), make_group(1, [50], make_rollout([10, 11]), make_rollout([12]))]
     assert step_denominator(groups, "token") == 5
     assert step_denominator(groups, "sequence") == 3

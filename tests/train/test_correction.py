@@ -57,7 +57,7 @@ def test_interpolation_is_exact_if_log_probs_change_evenly(
     torch.testing.assert_close(found, proximal, rtol=1e-5, atol=1e-4)
 
 
-def test_interpolation_ends_where_the_paper_begins() -> None:
+def test_interpolation_at_the_end_of_a_version_is_that_of_the_paper() -> None:
     # A-3PO: weight 1 / d for the behaviour policy of a token that is d versions old, counted from the present policy.
     ages = torch.tensor([0, 1, 3])
     found = log_linear(torch.zeros(3), torch.full((3,), -12.0), 7 - ages, version=7, done=1.0)
@@ -69,6 +69,6 @@ def test_the_first_step_of_a_version_trains_from_the_proximal_policy_itself() ->
     assert torch.equal(log_linear(present, behaviour, torch.tensor([4, 1]), version=4, done=0.0), present)
 
 
-def test_a_token_of_the_present_version_was_sampled_by_the_proximal_policy() -> None:
+def test_the_proximal_policy_of_a_token_of_the_current_version_is_the_behaviour_policy() -> None:
     found = log_linear(torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([4]), version=4, done=0.5)
     assert found.tolist() == [-3.0]

@@ -1,4 +1,4 @@
-"""Held-out scores while training goes on."""
+"""Held-out scores during training."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ class School:
         assert max(metrics["staleness/max"] for metrics in self.metrics) <= 1
 
 
-async def test_a_blocking_evaluation_holds_up_the_trainer(tmp_path: Path) -> None:
+async def test_a_blocking_evaluation_blocks_the_trainer(tmp_path: Path) -> None:
     school = School(tmp_path, "blocking")
     await school.run()
     assert school.scores == [(3, 3, 3), (6, 6, 6)]
 
 
-async def test_training_goes_on_during_a_concurrent_evaluation_and_the_next_sync_waits_for_it(tmp_path: Path) -> None:
+async def test_training_continues_during_a_concurrent_evaluation_and_the_next_sync_waits_for_it(tmp_path: Path) -> None:
     school = School(tmp_path, "concurrent", every=1, trigger=4)
 
     async def release() -> None:
@@ -139,7 +139,7 @@ async def test_a_weight_sync_does_not_overtake_a_concurrent_evaluation(tmp_path:
     assert school.metrics[3]["time/evaluate"] > 0
 
 
-async def test_the_last_sync_of_a_run_that_is_stopped_does_not_overtake_one_either(tmp_path: Path) -> None:
+async def test_the_last_sync_of_a_stopped_run_does_not_overtake_a_concurrent_evaluation(tmp_path: Path) -> None:
     school = School(tmp_path, "concurrent", every=1, trigger=4)
     school.answers(False)
 
@@ -160,7 +160,7 @@ async def test_the_last_sync_of_a_run_that_is_stopped_does_not_overtake_one_eith
     assert [member.adopted for member in school.rig.members] == [[0, 1, 2], [0, 1, 2]]
 
 
-async def test_a_run_that_is_stopped_waits_for_the_score_of_the_step_under_way(tmp_path: Path) -> None:
+async def test_a_stopped_run_waits_for_the_running_evaluation(tmp_path: Path) -> None:
     school = School(tmp_path, "blocking")
 
     async def stop() -> None:
@@ -193,7 +193,7 @@ async def test_an_immediate_stop_waits_for_no_score(tmp_path: Path, mode: str, t
     assert school.trainer.position.version == (3 if trigger == 1 else 1)
 
 
-async def test_versions_pass_a_spare_engine_by_and_it_catches_up(tmp_path: Path) -> None:
+async def test_syncs_skip_a_spare_engine_and_it_catches_up(tmp_path: Path) -> None:
     school = School(tmp_path, "spare", every=2)
     school.answers(False)
     other, spare = school.rig.members
@@ -264,7 +264,7 @@ async def test_a_spare_engine_that_dies_costs_its_score_and_nothing_else(tmp_pat
     assert [notice for notice in school.notices if "version 7 has no held-out score" in notice]
 
 
-async def test_where_one_engine_is_left_a_sync_waits_for_the_score(tmp_path: Path) -> None:
+async def test_with_a_single_engine_a_sync_waits_for_the_score(tmp_path: Path) -> None:
     school = School(tmp_path, "spare", every=3)
 
     async def die() -> None:

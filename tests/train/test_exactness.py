@@ -123,7 +123,7 @@ def test_a_rank_counts_the_optimizer_steps_of_a_version(ascii_llama: Path) -> No
 
 
 @pytest.mark.parametrize("asynchrony", [{}, {"trigger_parameter_sync_step": 2, "require_batches": 2}])
-def test_where_nothing_is_too_old_mask_has_the_losses_of_pace_bit_for_bit(
+def test_without_stale_tokens_mask_has_the_losses_of_pace_bit_for_bit(
     asynchrony: dict[str, Any], ascii_llama: Path
 ) -> None:
     async def run(strategy: str) -> Loop:
@@ -174,7 +174,7 @@ async def cut_after(steps: int, config: RunConfig, folder: Path, rank: PolicyRan
 
 
 @pytest.mark.parametrize("cut", [1, 3])
-async def test_a_resumed_run_has_the_losses_of_one_that_was_never_cut(
+async def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(
     cut: int, ascii_llama: Path, tmp_path: Path
 ) -> None:
     config = run_config(

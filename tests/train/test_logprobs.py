@@ -48,7 +48,7 @@ def test_bfloat16_products_give_float32_log_probs(chunk: int) -> None:
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.3)
 
 
-def test_the_mask_shows_the_own_path_only() -> None:
+def test_the_mask_shows_only_the_own_path() -> None:
     # The example of tidemill.train.tree, with one column of padding.
     mask = attention_mask(torch.tensor([[5, 5, 5, 4, 5, 6]]))
     assert mask.shape == (1, 1, 6, 6)

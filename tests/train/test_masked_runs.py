@@ -313,7 +313,7 @@ def play(drawn: Settings, interruptions: Sequence[tuple[End, float]]) -> list[At
 
 @settings(max_examples=60, deadline=None)
 @given(drawn_settings(), interruptions())
-def test_whatever_interrupts_a_run_its_young_tokens_are_trained_once_and_the_books_agree(
+def test_an_interrupted_run_trains_every_recent_token_once_and_its_ledger_is_consistent(
     drawn: Settings, interrupted: list[tuple[End, float]]
 ) -> None:
     play(drawn, interrupted)

@@ -1,4 +1,4 @@
-"""Tokens that became too old: what of a group is left to be trained, and that the loss sees nothing else."""
+"""Stale tokens are masked, and the loss depends on the other tokens only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
 
 
 @given(st.lists(rollouts(), min_size=1, max_size=3), st.integers(0, 3), st.integers(0, 3))
-def test_exactly_the_tokens_that_are_too_old_leave_the_loss(members: list[Rollout], ahead: int, bound: int) -> None:
+def test_exactly_the_stale_tokens_are_masked(members: list[Rollout], ahead: int, bound: int) -> None:
     group = make_group(0, [1], *members)
     version = group.newest_version + ahead
     masked = mask_stale(group, version, bound)
@@ -73,7 +73,7 @@ def test_exactly_the_tokens_that_are_too_old_leave_the_loss(members: list[Rollou
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_the_gradient_is_that_of_the_young_tokens_after_the_old_ones_as_a_prompt(llama: Path, aggregation: Any) -> None:
+def test_the_gradient_is_that_of_the_recent_tokens_with_the_old_ones_as_prompt(llama: Path, aggregation: Any) -> None:
     rng = np.random.default_rng(0)
     prompt, tokens = rng.integers(3, VOCABULARY, 4).tolist(), rng.integers(3, VOCABULARY, 7).tolist()
     whole = make_rollout(tokens)
@@ -143,7 +143,7 @@ def plain_loss(rank: PolicyRank, start: Any, group: Group, advantages: Float32Ar
 @pytest.mark.parametrize("done", [0, 1])
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_loss_is_the_objective_written_out_over_the_young_tokens(
+def test_the_loss_equals_the_plain_objective_over_the_recent_tokens(
     llama: Path, mode: str, aggregation: Any, done: int
 ) -> None:
     algorithm = AlgorithmConfig.model_validate({**MODES[mode], "aggregation": aggregation, "kl_loss_coef": 0.3})
@@ -170,7 +170,7 @@ def long_ones(prompt_ids: Int32Array, version: int, sample: int) -> list[int]:
     return [1] * (60 if row % 4 == 3 and sample else 2)
 
 
-async def test_a_run_trains_young_tokens_only_and_says_what_it_left_out() -> None:
+async def test_a_run_trains_only_recent_tokens_and_reports_the_masked_ones() -> None:
     config = run_config(asynchrony={"staleness_strategy": "mask"}, trainer={"steps": 10})
     loop = Loop(Rig(config, engines=[FakeEngine(script=long_ones) for _ in range(2)]))
     await loop.fit()

@@ -37,7 +37,7 @@ def test_export_leaves_out_the_tied_head(llama: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_export_keeps_a_head_of_its_own(tmp_path: Path) -> None:
+def test_export_keeps_an_untied_head(tmp_path: Path) -> None:
     rank = make_rank(save_llama(tmp_path / "model", tied=False))
     MappedWeights().write(tmp_path / "weights", rank.parameters, torch.float32)
     assert torch.equal(load_file(tmp_path / "weights")["lm_head.weight"], rank.model.lm_head.weight)
@@ -53,7 +53,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_saved_model_is_loaded_by_transformers_as_it_is(llama: Path, tmp_path: Path) -> None:
+def test_transformers_loads_a_saved_model(llama: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "old.safetensors.index.json"):
         if not (llama / name).exists():
             (llama / name).write_text("{}")
@@ -70,7 +70,7 @@ def test_saved_model_is_loaded_by_transformers_as_it_is(llama: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "unheard-of"}', '{"model_type": "llama"}'])
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=str(tmp_path)):
@@ -85,7 +85,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | Non
         {"layer_types": ["sliding_attention", "full_attention"]},
     ],
 )
-def test_what_packing_would_compute_differently_is_refused(llama: Path, tmp_path: Path, setting: dict) -> None:
+def test_models_that_packing_does_not_compute_exactly_are_refused(llama: Path, tmp_path: Path, setting: dict) -> None:
     config = json.loads((llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | setting))
     with pytest.raises(ModelError, match=next(iter(setting))):
@@ -95,14 +95,14 @@ def test_what_packing_would_compute_differently_is_refused(llama: Path, tmp_path
 @pytest.mark.parametrize(
     "setting", [{"layer_types": ["sliding_attention", "full_attention"]}, {"final_logit_softcapping": 30.0}]
 )
-def test_settings_of_the_language_model_within_another_are_refused_too(tmp_path: Path, setting: dict) -> None:
+def test_settings_of_a_nested_language_model_are_refused_too(tmp_path: Path, setting: dict) -> None:
     text = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "final_logit_softcapping": None} | setting
     Gemma3Config(text_config=text).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=next(iter(setting))):
         load_model(tmp_path)
 
 
-def test_a_model_whose_layers_hand_on_a_state_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
     """Its config says nothing of sliding windows or layer types, and an attention mask does not hold its state back."""
     attention = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8}

@@ -1,4 +1,4 @@
-"""The four modes are configuration: each has a property that defines it, and here it must hold."""
+"""The four modes are configuration only; each has the property that defines it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def straggler(*uids: int) -> FakeEngine:
     return FakeEngine(lengths=(6, 6), faults={uid: Fault("straggle") for uid in uids})
 
 
-async def test_on_policy_trains_every_group_at_the_version_that_sampled_it_and_overlaps_nothing() -> None:
+async def test_on_policy_trains_every_group_at_the_version_that_sampled_it_without_overlap() -> None:
     loop = Loop(Rig(run_config(asynchrony={"max_staleness": 0})))
     await loop.fit()
     assert [moment.running for moment in [*loop.steps, *loop.syncs]] == [0] * 10
@@ -107,7 +107,7 @@ async def test_a_weight_sync_waits_for_no_reward(pause_mode: str) -> None:
 
 
 @pytest.mark.parametrize("pause_mode", ["keep", "abort"])
-async def test_partial_rollouts_go_on_under_the_new_version_with_the_tokens_so_far(pause_mode: str) -> None:
+async def test_partial_rollouts_continue_with_the_new_version_and_the_tokens_so_far(pause_mode: str) -> None:
     asynchrony = {"staleness_threshold": 0.5, "partial_rollout": True, "pause_mode": pause_mode}
     config = run_config(asynchrony=asynchrony, rollout={"max_new_tokens": 6})
     loop = Loop(Rig(config, engines=[straggler(4, 5)]))

@@ -1,4 +1,4 @@
-"""Every choice of the old log-probs, against the objective written out over plain forward passes."""
+"""Every choice of the old log-probs, against the plain objective over forward passes of single sequences."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_gradient_is_the_same_for_every_split(llama: Path, mode: str, max_tokens
 
 
 @every_mode
-def test_sequences_count_alike_whatever_is_corrected(llama: Path, mode: str) -> None:
+def test_sequences_have_equal_weight_in_every_mode(llama: Path, mode: str) -> None:
     rank = rank_of(llama, mode)
     groups = step_groups(rank.model)
     found = gradients(rank, batches_of(groups, random_advantages(groups), 60, aggregation="sequence")[0], 50.0)
@@ -229,7 +229,7 @@ def test_parameters_are_copied_once_a_version_and_never_with_one_step(llama: Pat
 
 
 @every_mode
-def test_the_pass_of_the_old_policy_is_made_only_where_it_is_another_one(llama: Path, mode: str) -> None:
+def test_the_old_policy_gets_a_forward_pass_only_if_it_is_not_the_current_one(llama: Path, mode: str) -> None:
     rank = rank_of(llama, mode, 2)
     groups = step_groups(rank.model)
     passes = ["time/old_log_prob" in rank.update(batches_for(groups)[0], 50.0, version) for version in (0, 0, 1, 1)]
@@ -276,7 +276,7 @@ def test_the_metrics_of_the_correction_are_those_of_the_tokens(llama: Path) -> N
         ("loglinear", {"old_rollout_gap", "weight_mean", "weight_max", "truncated_ratio"}),
     ],
 )
-def test_a_mode_reports_what_it_has_also_in_a_skipped_step(llama: Path, mode: str, names: set[str]) -> None:
+def test_a_mode_reports_its_metrics_also_in_a_skipped_step(llama: Path, mode: str, names: set[str]) -> None:
     rank = rank_of(llama, mode)
     groups = step_groups(rank.model)
     for batches in (batches_for(groups)[0], [MicroBatch.of([])]):
@@ -299,7 +299,7 @@ def test_a_skipped_step_does_not_raise_the_largest_weight(llama: Path) -> None:
     )
 
 
-def test_every_number_is_documented(llama: Path) -> None:
+def test_every_metric_of_an_update_is_documented(llama: Path) -> None:
     rank = rank_of(llama, "exact")
     groups = step_groups(rank.model)
     reports = [rank.update(batches_for(groups)[0], 50.0, VERSION) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What a rank computes, against plain forward passes of one sequence at a time."""
+"""The computation of a rank, against plain forward passes of one sequence at a time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_gradient_is_the_same_for_every_split(llama: Path, max_tokens: int, rank
     assert_equal_gradients({name: sum(part[name] for part in parts) for name in whole}, whole)
 
 
-def test_rollouts_left_out_do_not_change_the_gradient(llama: Path) -> None:
+def test_omitted_rollouts_do_not_change_the_gradient(llama: Path) -> None:
     rank, groups = make_rank(llama), random_groups(4)
     advantages = random_advantages(groups)
     advantages[0][:] = 0
@@ -204,7 +204,7 @@ def test_updates_make_good_responses_likelier(llama: Path) -> None:
     assert rank.log_probs(batches)[0].sum() > before
 
 
-def test_weights_decay_by_the_rate_apart_from_their_gradient(llama: Path) -> None:
+def test_weight_decay_is_decoupled_from_the_gradient(llama: Path) -> None:
     groups, (plain, decaying) = random_groups(2), (make_rank(llama, weight_decay=decay) for decay in (0.0, 0.5))
     before = {name: parameter.detach().clone() for name, parameter in plain.parameters.items()}
     for rank in (plain, decaying):

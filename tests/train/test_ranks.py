@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own, each with half of every parameter, compute what one rank computes."""
+"""Two processes, each with half of every parameter, compute the same as a single rank."""
 
 from __future__ import annotations
 

@@ -141,12 +141,12 @@ async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize(("kl_loss_coef", "rows"), [(0.0, 0), (0.5, 1)])
-async def test_groups_that_teach_nothing_are_packed_only_for_a_kl_penalty(kl_loss_coef: float, rows: int) -> None:
+async def test_groups_without_advantage_are_packed_only_for_a_kl_penalty(kl_loss_coef: float, rows: int) -> None:
     trainer = make_trainer(rig := Rig(run_config(algorithm={"kl_loss_coef": kl_loss_coef})))
     assert len(trainer.pack([await one_group(rig.config)], [np.zeros(2, np.float32)])) == rows
 
 
-async def test_versions_are_committed_as_often_as_asked_and_the_last_one_is_left_to_the_end_of_the_run() -> None:
+async def test_every_nth_version_is_committed_except_the_last_one() -> None:
     config = run_config(trainer={"steps": 6}, checkpoint={"every": 2})
     trainer, committed = make_trainer(rig := Rig(config)), list[tuple[int, int]]()
 
@@ -183,7 +183,7 @@ async def test_the_largest_age_is_that_of_the_oldest_token_of_all_steps() -> Non
         assert trainer.position.max_age == 2
 
 
-async def test_a_group_of_a_version_to_come_ends_the_run() -> None:
+async def test_a_group_of_a_future_version_ends_the_run() -> None:
     trainer = make_trainer(rig := Rig(version=1), Position(version=0))
     await rig.engines[0].update_weights(WeightUpdate(1, "", 0), "keep")
     run = asyncio.create_task(rig.rollouter.run())
@@ -194,7 +194,7 @@ async def test_a_group_of_a_version_to_come_ends_the_run() -> None:
         trainer.check_age([Group.from_bytes(lease.deliveries[0].payload)])
 
 
-async def test_what_the_queue_sweeps_is_issued_again() -> None:
+async def test_stale_groups_of_the_queue_are_issued_again() -> None:
     asynchrony = {"staleness_strategy": "drop"}
     config = run_config(asynchrony=asynchrony, queue={"capacity": 40}, trainer={"steps": 12})
     trainer = make_trainer(rig := Rig(config))
@@ -219,7 +219,7 @@ async def one_group(config: RunConfig) -> Group:
     return Group.from_bytes(lease.deliveries[0].payload)
 
 
-async def test_the_data_may_end_before_the_steps_do_and_the_rest_is_trained() -> None:
+async def test_the_data_may_end_before_the_last_step_and_the_rest_is_trained() -> None:
     config = run_config(data={"train": "x.jsonl", "epochs": 5}, trainer={"steps": 20})
     trainer = make_trainer(rig := Rig(config, rows=7))
     await fit(trainer, rig)
@@ -227,7 +227,7 @@ async def test_the_data_may_end_before_the_steps_do_and_the_rest_is_trained() ->
     assert trainer.observer.notices == ["the data ended after step 9"]
 
 
-async def test_a_batch_that_never_comes_names_the_state_of_queue_and_rollouter() -> None:
+async def test_a_missing_batch_is_an_error_with_the_state_of_queue_and_rollouter() -> None:
     config = run_config(trainer={"steps": 1, "ppo_mini_batch_size": 4, "get_timeout_s": 0.2})
     trainer = make_trainer(rig := Rig(config, token_delay_s=5.0))
     with pytest.raises(ExceptionGroup) as failure:
@@ -236,7 +236,7 @@ async def test_a_batch_that_never_comes_names_the_state_of_queue_and_rollouter()
     assert "generating" in str(failure.value.exceptions[0])
 
 
-async def test_a_run_that_is_complete_does_no_step_after_a_restart() -> None:
+async def test_a_complete_run_makes_no_step_after_a_restart() -> None:
     trainer = make_trainer(rig := Rig(version=5), Position(step=5, version=5))
     await trainer.fit()
     assert trainer.observer.steps == [] and rig.ledger.trained_count == 0
@@ -255,7 +255,7 @@ async def test_step_metrics_have_the_documented_names() -> None:
     assert expected | {"throughput/tokens_per_second", "time/get_groups", "time/step"} <= set(trainer.observer.steps[0])
 
 
-async def test_the_steps_of_a_run_can_be_taken_together() -> None:
+async def test_the_metrics_of_all_steps_can_be_aggregated() -> None:
     trainer = make_trainer(rig := Rig(rewards=LengthReward()))
     await fit(trainer, rig)
     aggregator = MetricsAggregator()
@@ -272,7 +272,7 @@ async def test_the_steps_of_a_run_can_be_taken_together() -> None:
     assert run["throughput/tokens_per_second"] == pytest.approx(run["response/trained_tokens"] / run["time/step"])
 
 
-async def test_a_step_counts_its_mini_batches_also_a_last_one_that_is_not_full() -> None:
+async def test_a_step_counts_its_mini_batches_including_a_last_partial_one() -> None:
     config = run_config(
         data={"train": "x.jsonl", "epochs": 1},
         asynchrony={"require_batches": 2},
@@ -306,7 +306,7 @@ async def test_the_largest_age_of_a_run_is_that_of_its_oldest_token() -> None:
 # ---- the end of a run
 
 
-async def test_the_last_updates_are_synced_though_the_steps_are_no_multiple_of_the_trigger() -> None:
+async def test_the_last_updates_are_synced_if_the_steps_are_not_a_multiple_of_the_trigger() -> None:
     config = run_config(asynchrony={"trigger_parameter_sync_step": 3}, trainer={"steps": 8})
     trainer = make_trainer(rig := Rig(config))
     await fit(trainer, rig)
@@ -333,7 +333,7 @@ class StoppingRanks(CountingRanks):
         return await super().update(batches, denominator, version)
 
 
-async def test_a_stop_ends_the_run_after_the_step_under_way_with_a_sync() -> None:
+async def test_a_stop_ends_the_run_after_the_current_step_with_a_sync() -> None:
     config = run_config(asynchrony={"trigger_parameter_sync_step": 2}, trainer={"steps": 20})
     trainer = make_trainer(rig := Rig(config))
     trainer.ranks = StoppingRanks(trainer=trainer)
@@ -345,7 +345,7 @@ async def test_a_stop_ends_the_run_after_the_step_under_way_with_a_sync() -> Non
     assert [step for step, _ in trainer.observer.syncs] == [3]  # which no step could report any more
 
 
-async def test_a_stop_does_not_wait_for_a_batch_that_is_long_in_coming() -> None:
+async def test_a_stop_does_not_wait_for_a_batch() -> None:
     config = run_config(trainer={"steps": 1, "get_timeout_s": 1000.0})
     trainer = make_trainer(rig := Rig(config, token_delay_s=100.0))
     asyncio.get_running_loop().call_later(0.1, trainer.stop.ask, "enough")
@@ -354,7 +354,7 @@ async def test_a_stop_does_not_wait_for_a_batch_that_is_long_in_coming() -> None
     assert trainer.observer.notices == ["the run is stopped (enough) after step 0"]
 
 
-async def test_an_immediate_stop_needs_no_engine_and_the_next_sync_makes_up_for_it() -> None:
+async def test_an_immediate_stop_needs_no_engine_and_the_next_attempt_syncs() -> None:
     config = run_config(trainer={"steps": 5})
     stopped = make_trainer(rig := Rig(config))
 
@@ -373,7 +373,7 @@ async def test_an_immediate_stop_needs_no_engine_and_the_next_sync_makes_up_for_
 
 
 @pytest.mark.parametrize("bound", [{"max_staleness": 0}, {"max_staleness": 1, "staleness_strategy": "wait"}])
-async def test_after_an_immediate_stop_in_the_middle_of_a_version_a_whole_one_begins_and_nothing_becomes_too_old(
+async def test_after_an_immediate_stop_within_a_version_a_whole_version_begins_and_nothing_becomes_stale(
     bound: Mapping[str, object],
 ) -> None:
     config = run_config(asynchrony={**bound, "trigger_parameter_sync_step": 2}, trainer={"steps": 13})
@@ -389,7 +389,7 @@ async def test_after_an_immediate_stop_in_the_middle_of_a_version_a_whole_one_be
     assert "dropped/stale" not in rest.ledger.counts()  # groups started at the pace of the versions that were trained
 
 
-async def test_a_run_that_was_stopped_goes_on_where_it_was() -> None:
+async def test_a_stopped_run_resumes_at_its_next_step() -> None:
     stopped = make_trainer(rig := Rig(run_config(trainer={"steps": 5})))
     stopped.ranks = StoppingRanks(trainer=stopped, step=2)
     await fit(stopped, rig)
@@ -399,7 +399,7 @@ async def test_a_run_that_was_stopped_goes_on_where_it_was() -> None:
     assert (trainer.position.step, rest.ledger.trained_count) == (5, 20)
 
 
-async def test_the_last_updates_are_synced_where_the_data_ends_before_the_trigger() -> None:
+async def test_the_last_updates_are_synced_if_the_data_ends_before_the_trigger() -> None:
     asynchrony = {"trigger_parameter_sync_step": 3}
     config = run_config(data={"train": "x.jsonl", "epochs": 1}, asynchrony=asynchrony, trainer={"steps": 20})
     trainer = make_trainer(rig := Rig(config, rows=17))
@@ -408,7 +408,7 @@ async def test_the_last_updates_are_synced_where_the_data_ends_before_the_trigge
     assert (trainer.position.unsynced, trainer.fleet.versions) == (0, [1, 2])
 
 
-async def test_a_run_that_ended_between_two_syncs_can_be_prolonged() -> None:
+async def test_a_run_that_ended_between_two_syncs_can_be_extended() -> None:
     short = run_config(asynchrony={"trigger_parameter_sync_step": 2}, trainer={"steps": 3})
     trainer = make_trainer(rig := Rig(short))
     await fit(trainer, rig)

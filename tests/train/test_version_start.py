@@ -39,7 +39,7 @@ def test_a_version_of_one_step_is_never_copied() -> None:
     assert start.copies == {}
 
 
-def test_what_nobody_asks_for_is_not_kept() -> None:
+def test_a_start_that_is_not_needed_is_not_kept() -> None:
     layer, start = make_start(3, kept=False)
     assert [update(layer, start, 0) for _ in range(3)] == [0, 0, 0]
     assert start.copies == {}
@@ -54,7 +54,7 @@ def test_later_versions_reuse_the_memory_of_the_first() -> None:
     assert all(found == pointers[0] for found in pointers)
 
 
-def test_exchanging_moves_references_and_no_tensor() -> None:
+def test_an_exchange_copies_no_tensor() -> None:
     layer, start = make_start(3)
     before = layer.weight.detach().clone()
     update(layer, start, 0)
@@ -68,7 +68,7 @@ def test_exchanging_moves_references_and_no_tensor() -> None:
     assert torch.equal(layer.weight, before + 1)
 
 
-def test_a_failure_inside_brings_the_present_parameters_back() -> None:
+def test_a_failure_inside_restores_the_current_parameters() -> None:
     layer, start = make_start(3)
     update(layer, start, 0)
     present = layer.weight.data_ptr()
@@ -87,7 +87,7 @@ def test_steps_of_a_version_are_counted_as_shares() -> None:
     assert shares == [(True, 0.0), (False, 0.25), (False, 0.5), (False, 0.75), (True, 0.0)]
 
 
-def test_replaced_parameters_begin_a_version() -> None:
+def test_replaced_parameters_start_a_version() -> None:
     layer, start = make_start(4)
     update(layer, start, 2)
     start.forget()

@@ -1,4 +1,4 @@
-"""The trainer learns on while the engines adopt what it has exported."""
+"""The trainer continues while the engines adopt an exported version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Gate:
         await self.opened.wait()
 
 
-async def test_the_next_step_is_trained_while_the_engines_adopt_and_the_next_export_waits_for_them() -> None:
+async def test_the_next_step_runs_during_an_adoption_and_the_next_export_waits_for_it() -> None:
     loop = Loop(Rig(run_config(trainer={"steps": 6})), adopting=(gate := Gate()))
     seen: list[tuple[int, list[int], int]] = []
 
@@ -65,7 +65,7 @@ async def test_on_policy_the_trainer_waits_for_groups_of_the_version_it_has_expo
 
 
 @pytest.mark.parametrize("seconds", [0.999, 3.0])
-async def test_the_deadline_of_a_batch_leaves_out_an_adoption_that_generation_waits_for(seconds: float) -> None:
+async def test_the_deadline_of_a_batch_excludes_an_adoption_that_generation_waits_for(seconds: float) -> None:
     asynchrony = {"max_staleness": 0}
     config = run_config(asynchrony=asynchrony, trainer={"steps": 3, "get_timeout_s": 1.0})
     loop = Loop(Rig(config, token_delay_s=0.1))
@@ -78,7 +78,7 @@ async def test_the_deadline_of_a_batch_leaves_out_an_adoption_that_generation_wa
     assert loop.position.step == 3
 
 
-async def test_the_deadline_of_a_batch_is_given_once_where_the_engines_have_adopted() -> None:
+async def test_the_deadline_of_a_batch_is_not_extended_after_an_adoption() -> None:
     config = run_config(asynchrony={"max_staleness": 0}, trainer={"steps": 3, "get_timeout_s": 1.0})
     loop = Loop(Rig(config, faults={uid: Fault("hang") for uid in range(4, 8)}))
     with pytest.raises(ExceptionGroup) as failure:
@@ -107,7 +107,7 @@ async def test_an_adoption_that_fails_ends_the_run_at_once() -> None:
 
 
 @pytest.mark.parametrize("immediate", [False, True])
-async def test_a_stop_waits_for_an_adoption_under_way_unless_it_is_immediate(immediate: bool) -> None:
+async def test_a_stop_waits_for_a_running_adoption_unless_it_is_immediate(immediate: bool) -> None:
     loop = Loop(Rig(run_config()), adopting=(gate := Gate()))
 
     async def stop() -> None:
@@ -137,7 +137,7 @@ async def test_an_immediate_stop_while_an_export_waits_ends_the_wait() -> None:
     assert (gate.asked, loop.position.version, loop.position.unsynced) == ([1], 1, 1)
 
 
-async def test_what_the_last_version_measured_belongs_to_its_step() -> None:
+async def test_the_metrics_of_the_last_sync_belong_to_its_step() -> None:
     loop = Loop(Rig(run_config(asynchrony={"trigger_parameter_sync_step": 2})))
 
     async def slowly(version: int) -> None:
@@ -150,7 +150,7 @@ async def test_what_the_last_version_measured_belongs_to_its_step() -> None:
     assert sum(metrics.get("time/sync_adopt", 0.0) for metrics in loop.metrics) == len(loop.syncs) == 3
 
 
-async def test_a_run_resumes_from_a_commit_that_was_made_before_the_engines_had_its_version() -> None:
+async def test_a_run_resumes_from_a_commit_that_precedes_the_adoption_of_its_version() -> None:
     config = run_config(trainer={"steps": 8}, checkpoint={"every": 1})
     gate, committed = Gate(), list[tuple[Position, Mapping[str, Any], int]]()
     loop = Loop(Rig(config), adopting=gate)
@@ -180,7 +180,7 @@ async def test_a_run_resumes_from_a_commit_that_was_made_before_the_engines_had_
     partial=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_however_long_adoptions_take_nothing_is_too_old_lost_or_trained_twice(
+def test_with_slow_adoptions_nothing_is_stale_lost_or_trained_twice(
     delays: list[float], bound: int, trigger: int, strategy: str, partial: bool, seed: int
 ) -> None:
     asynchrony: dict[str, Any] = {"max_staleness": bound, "trigger_parameter_sync_step": trigger}
