@@ -72,7 +72,7 @@ def test_existing_cluster_needs_its_address(addition: RunConfig, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_ray_ends_with_the_session_also_after_an_error_and_takes_no_signal_from_whom_it_is_for() -> None:
+def test_ray_ends_with_the_session_also_after_an_error_and_keeps_the_signal_handler() -> None:
     example = Path(__file__).parents[2] / "examples/addition.yaml"
     command = [sys.executable, "-c", SESSION, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
@@ -84,7 +84,7 @@ def test_runs_of_one_name_below_different_folders_do_not_share_weights(addition:
     assert weights_folder(other) != weights_folder(addition)
 
 
-def test_who_cannot_join_a_cluster_is_told_of_its_token_unless_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_failed_connection_mentions_the_token_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     assert str(not_joined("h:1", ConnectionError("no"))).endswith(
         "h:1: no. If it asks for a token, set RAY_AUTH_MODE=token"

@@ -1,4 +1,4 @@
-"""The launcher's side of processes, tried in a process of its own, because it becomes a reaper for good."""
+"""How a launcher ends its processes; each test has a process of its own, because a subreaper stays one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_process_that_lost_its_parent_in_another_session_is_found_and_ended() ->
     assert not psutil.pid_exists(pid)
 
 
-def test_ended_process_is_not_left_for_the_system_to_collect() -> None:
+def test_ended_process_is_reaped() -> None:
     out = reap(SLEEP, "import psutil; end_descendants(5.0); print(psutil.Process().children())")
     assert out.split()[-1] == "[]"
 
@@ -54,7 +54,7 @@ def test_spared_process_goes_on() -> None:
     assert out.split()[-3:] == ["0", "1", "1"]
 
 
-def test_ended_orphan_is_collected_but_not_our_own_child() -> None:
+def test_ended_orphan_is_reaped_but_not_our_own_child() -> None:
     body = """
 own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
 deadline = time.monotonic() + 120

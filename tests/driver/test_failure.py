@@ -23,7 +23,7 @@ def test_failed_step_is_recorded_with_message_and_trace(tmp_path: Path) -> None:
     assert "in fail" in failure.trace
 
 
-def test_only_failures_that_another_try_may_mend_are_passing(tmp_path: Path) -> None:
+def test_only_failures_that_another_try_may_fix_are_retryable(tmp_path: Path) -> None:
     assert fail(tmp_path, RunError("an actor died")).retryable
     assert not fail(tmp_path, DataError("line 3 is broken")).retryable
     assert not fail(tmp_path, TypeError("a bug")).retryable
@@ -33,7 +33,7 @@ def test_error_without_text_is_recorded_under_its_name(tmp_path: Path) -> None:
     assert fail(tmp_path, KeyboardInterrupt()).message == "KeyboardInterrupt"
 
 
-def test_success_forgets_the_failure_of_an_earlier_try(tmp_path: Path) -> None:
+def test_success_clears_the_failure_of_an_earlier_try(tmp_path: Path) -> None:
     fail(tmp_path, RunError("an actor died"))
     with record_failure("train", tmp_path):
         pass

@@ -1,4 +1,4 @@
-"""The head pod's process with everything real but the training and the engine that scores."""
+"""The head pod's process with stubs for the training and the scoring engine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def job(store: ObjectStore, tmp_path: Path, attempt: int = 1) -> Job:
 
 
 def trains(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
-    """A training that tells an event and leaves a line in the log."""
+    """A training that writes one event and one line of the log."""
     os.write(1, b"chatter of a library\n")
     with EventLog(config.folder / "events.jsonl") as events:
         events.write(PhaseStarted("load the model"))
@@ -87,7 +87,7 @@ def trains(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
 
 
 def waits(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
-    """A training that goes on until it is stopped."""
+    """A training that runs until it is stopped."""
     deadline = time.monotonic() + 120
     while stop.reason is None:
         assert time.monotonic() < deadline, "nobody stopped it"
@@ -115,7 +115,7 @@ def test_results_events_and_log_are_in_the_store_at_the_end(
     assert not store.exists(attempt.failure)
 
 
-def test_lease_is_held_by_the_training_and_given_back(store: ObjectStore, tmp_path: Path) -> None:
+def test_lease_is_held_by_the_training_and_released(store: ObjectStore, tmp_path: Path) -> None:
     def training(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
         Fence(store, "a", claim).check()
         return SUMMARY
@@ -125,7 +125,7 @@ def test_lease_is_held_by_the_training_and_given_back(store: ObjectStore, tmp_pa
     assert (lease["attempt"], lease["released"]) == (4, True)
 
 
-def test_run_without_held_out_prompts_says_null(store: ObjectStore, tmp_path: Path) -> None:
+def test_run_without_held_out_prompts_stores_null(store: ObjectStore, tmp_path: Path) -> None:
     one = job(store, tmp_path)
     data = one.config.data.model_copy(update={"held_out": None})
     assert replace(one, config=one.config.model_copy(update={"data": data}), train=trains).run() == 0
@@ -170,7 +170,7 @@ def test_request_in_the_store_stops_the_training_with_its_reason(store: ObjectSt
     assert store.exists(Attempt("a", 1).evaluation)  # what was trained is scored and may be registered
 
 
-def test_request_for_another_attempt_is_left_alone(store: ObjectStore, tmp_path: Path) -> None:
+def test_request_for_another_attempt_is_ignored(store: ObjectStore, tmp_path: Path) -> None:
     Attempt("a", 1).ask_to_stop(store, "the first one")
 
     def training(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
@@ -181,7 +181,7 @@ def test_request_for_another_attempt_is_left_alone(store: ObjectStore, tmp_path:
     assert Summary.from_json(store.get_bytes(Attempt("a", 2).summary).decode()).stopped is None
 
 
-def test_sigterm_ends_the_training_and_asks_for_another_attempt(store: ObjectStore, tmp_path: Path) -> None:
+def test_sigterm_ends_the_training_with_a_retryable_failure(store: ObjectStore, tmp_path: Path) -> None:
     def training(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
         os.kill(os.getpid(), signal.SIGTERM)
         return waits(config, stop, claim)
@@ -202,7 +202,7 @@ def test_attempt_older_than_the_lease_writes_nothing(store: ObjectStore, tmp_pat
     assert latest_attempt(store, "a") == 2
 
 
-def test_same_attempt_in_a_new_cluster_goes_on_with_its_journals(store: ObjectStore, tmp_path: Path) -> None:
+def test_same_attempt_in_a_new_cluster_continues_its_journals(store: ObjectStore, tmp_path: Path) -> None:
     def training(config: RunConfig, stop: Stop, claim: Claim) -> Summary:
         with EventLog(config.folder / "events.jsonl") as events:
             events.write(Notice(claim.owner))
@@ -230,7 +230,7 @@ def test_settings_of_the_pods_are_filled_in(store: ObjectStore, tmp_path: Path) 
         ("TIDEMILL_CONFIG", "name: a"),
     ],
 )
-def test_what_is_missing_in_the_environment_is_named(store: ObjectStore, variable: str, value: str) -> None:
+def test_missing_environment_variable_is_named(store: ObjectStore, variable: str, value: str) -> None:
     environment = {"TIDEMILL_CONFIG": settings(store), "TIDEMILL_ATTEMPT": "1", variable: value}
     with pytest.raises(ConfigError, match="model" if value == "name: a" else variable):
         from_environment(environment)
@@ -263,7 +263,7 @@ def test_process_leaves_its_traceback_in_the_log_and_one_message_on_the_screen(
         ("TIDEMILL_ATTEMPT", "1", FAILED, "attempt 1 of a may not start: attempt 2 took the lease"),
     ],
 )
-def test_status_tells_whether_another_attempt_would_end_the_same_where_the_store_cannot(
+def test_exit_status_tells_whether_to_retry_if_the_store_is_unreachable(
     store: ObjectStore, tmp_path: Path, variable: str, value: str, status: int, told: str
 ) -> None:
     Fence(store, "a", Claim(2, "b")).take()

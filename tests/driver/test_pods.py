@@ -1,7 +1,6 @@
-"""A whole run with everything real, in a Ray cluster of nodes that share neither disk nor memory, as pods do.
+"""A whole run with nothing stubbed, in a Ray cluster of nodes that share neither disk nor memory, like pods.
 
-The head of its first attempt is told to end in the middle, as by a queue that wants the GPUs back; the second attempt
-goes on.
+The head of the first attempt is terminated in the middle, as by a queue that preempts it; the second attempt continues.
 
 Every node is a `ray start` in a mount namespace of its own, with its own /dev/shm and its own disk.
 """
@@ -49,7 +48,7 @@ NODES = {"trainer-0": TRAINERS, "trainer-1": TRAINERS, "rollout": {"tidemill_rol
 
 
 def apart() -> bool:
-    """Whether this machine lets us make mount namespaces."""
+    """Whether this machine allows mount namespaces."""
     probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
     return bool(shutil.which("unshare")) and subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
@@ -78,7 +77,7 @@ AGENT_PORTS = (
 
 
 def ray_start(*options: str) -> list[str]:
-    """With ports of our own: a node that waits until its agents say theirs gives up on a busy machine."""
+    """With fixed ports: on a busy machine a node gives up while it waits for the ports of its agents."""
     ports = ["--min-worker-port=0", "--max-worker-port=0", *(f"--{name}={free_port()}" for name in AGENT_PORTS)]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
     return [*ray, "--disable-usage-stats", *ports, *options]
@@ -86,7 +85,7 @@ def ray_start(*options: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running one.
+    """A running cluster.
 
     Attributes:
         environment: of the head pod's process.
@@ -99,13 +98,13 @@ class Cluster:
     nodes: dict[str, subprocess.Popen[bytes]]
 
     def disk(self, node: str) -> Path:
-        """The scratch folder as a node sees it."""
+        """The scratch folder of a node."""
         return Path(f"/proc/{self.nodes[node].pid}/root{self.scratch}")
 
 
 @contextmanager
 def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
-    """A head here, and the other nodes apart."""
+    """A head in this mount namespace, and other nodes in their own."""
     scratch, port = folder / "scratch", free_port()
     scratch.mkdir()
     own = f'"{scratch}" /dev/shm "{environment["RAY_TMPDIR"]}"'
@@ -170,7 +169,7 @@ def settings(folder: Path, store: ObjectStore, mlflow: str) -> dict[str, Any]:
 
 
 def told_to_end(job: list[str], cluster: Cluster, folder: Path) -> int:
-    """Begin an attempt, and end it after its first step; returns the exit status."""
+    """Start an attempt, and terminate it after its first step; returns the exit status."""
     events, deadline = cluster.scratch / "pods" / "events.jsonl", time.monotonic() + TIMEOUT_S
     with (folder / "first.log").open("wb") as output:
         first = subprocess.Popen(job, env=cluster.environment, cwd=folder, stdout=output, stderr=output)
@@ -187,7 +186,7 @@ def told_to_end(job: list[str], cluster: Cluster, folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the attempts left; status and screen are those of the second."""
+    """The results of both attempts; status and screen are those of the second."""
 
     first_status: int
     status: int
@@ -243,7 +242,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         yield Trained(first_status, done.returncode, screen, store, made, f"http://127.0.0.1:{port}")
 
 
-def test_head_that_is_told_to_end_commits_and_leaves_the_rest_to_another_attempt(trained: Trained) -> None:
+def test_terminated_head_commits_and_another_attempt_continues(trained: Trained) -> None:
     failure = Failure.from_json(trained.store.get_bytes(Attempt("pods", 1).failure).decode(), "first")
     assert (trained.first_status, failure.retryable) == (FAILED, True)
     done = re.fullmatch(f"{TERMINATED} after ([0-9]+) steps; the checkpoint is (s3://.*)", failure.message)
@@ -266,7 +265,7 @@ def test_pods_are_waited_for_and_named(trained: Trained) -> None:
     assert any("brought to each pod" in phase for phase in phases)
 
 
-def test_every_pod_has_the_model_on_its_own_disk_and_the_head_has_none(trained: Trained) -> None:
+def test_every_pod_but_the_head_has_the_model_on_its_disk(trained: Trained) -> None:
     for node in NODES:
         assert (trained.cluster.disk(node) / "pods" / "start" / "config.json").is_file(), node
     assert not (trained.cluster.scratch / "pods" / "start").exists()
@@ -281,7 +280,7 @@ def test_exported_model_is_scored_by_another_engine(trained: Trained) -> None:
     assert not any(isinstance(event, EvaluationFinished) and event.step == STEPS for event in trained.events)
 
 
-def test_checkpoint_lies_in_the_store_and_nothing_else_is_left(trained: Trained) -> None:
+def test_checkpoint_is_in_the_store_and_nothing_else_is_left(trained: Trained) -> None:
     last = [event for event in trained.events if isinstance(event, StepFinished)][-1]
     assert Checkpoints(trained.store, "pods", 2).versions()[0] == last.version
     assert trained.store.list("runs/pods/weights") == ()

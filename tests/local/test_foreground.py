@@ -1,4 +1,4 @@
-"""`tidemill train` with a training that takes no time, and as a person runs it."""
+"""`tidemill train` with a stub of the training, and as a user runs it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def trained(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_training_shows_its_steps_and_leaves_what_a_run_leaves(tmp_path: Path) -> None:
+def test_training_shows_its_steps_and_writes_its_files(tmp_path: Path) -> None:
     done = trained(tmp_path, "well")
     assert done.returncode == 0, done.stderr
     assert "   1/2      0.125" in done.stdout
@@ -88,14 +88,14 @@ def test_training_shows_its_steps_and_leaves_what_a_run_leaves(tmp_path: Path) -
     assert load_config(folder / "config.yaml").name == "addition"
 
 
-def test_training_without_room_for_it_begins_nothing(addition: RunConfig) -> None:
+def test_training_without_enough_memory_does_not_start(addition: RunConfig) -> None:
     many = parse_config(addition.to_yaml(), ["rollout.engines=100000"])
     with pytest.raises(RunError, match=r"not enough memory: .* or lower one of: rollout\.engines = 100000, "):
         train_in_foreground(many, lambda config: pytest.fail("it began"), debug=False)
     assert not many.folder.exists()
 
 
-def test_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
+def test_interrupted_training_says_how_to_resume(tmp_path: Path) -> None:
     done = trained(tmp_path, "interrupted")
     assert done.returncode == 130, done.stderr
     assert "train runs/addition/config.yaml` resumes from the newest checkpoint" in done.stdout
@@ -119,7 +119,7 @@ def test_second_training_below_the_same_folder_is_refused(tmp_path: Path) -> Non
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Processes that work in a folder, other than this one."""
+    """Other processes whose working directory is below a folder."""
     found = psutil.process_iter(["pid", "cwd"])
     return [each.info["pid"] for each in found if each.info["cwd"] and each.info["cwd"].startswith(str(folder))]
 

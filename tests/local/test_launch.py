@@ -54,7 +54,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
-    """Living processes that work in a folder or were told of it."""
+    """Living processes that have a folder as working directory or in their arguments."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -67,7 +67,7 @@ def processes_in(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def blocked_run(folder: Path, *arguments: str, screen: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
-    """A run whose validation does not end, because the module of its reward sleeps; yields once it does."""
+    """A run whose validation hangs, because the module of its reward sleeps; yields once it sleeps."""
     (folder / "slow.py").write_text(SLOW_REWARD)
     words = command("run", *(arguments or (str(EXAMPLE), "rewards.0.function=slow:reward")))
     # Below the folder, because a launcher that is killed cannot remove what it made.
@@ -136,7 +136,7 @@ def test_failed_step_is_named_with_one_message_and_its_log(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.steps
-def test_step_that_breaks_in_a_way_nobody_foresaw_shows_where(tmp_path: Path) -> None:
+def test_unexpected_failure_of_a_step_shows_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text("raise SystemExit(3)")
     done = run(tmp_path, "run", str(EXAMPLE), "rewards.0.function=odd:reward")
     assert done.returncode == 1
@@ -146,7 +146,7 @@ def test_step_that_breaks_in_a_way_nobody_foresaw_shows_where(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.steps
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_run_leaves_no_process_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupted_run_leaves_no_process_and_says_how_to_resume(tmp_path: Path, number: signal.Signals) -> None:
     with blocked_run(tmp_path) as process:
         assert len(processes_in(tmp_path)) >= 3
         process.send_signal(number)
@@ -159,7 +159,7 @@ def test_interrupted_run_leaves_no_process_and_says_how_to_go_on(tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.steps
 @pytest.mark.filterwarnings("default")
-def test_run_whose_terminal_is_closed_leaves_no_process_and_is_no_longer_running_in_mlflow(tmp_path: Path) -> None:
+def test_run_whose_terminal_is_closed_leaves_no_process_and_is_killed_in_mlflow(tmp_path: Path) -> None:
     settings = ["name=addition-1", f"output={tmp_path / 'runs'}", "rewards.0.function=slow:reward"]
     config = load_config(EXAMPLE, settings)
     prepare_folder(config)
@@ -176,7 +176,7 @@ def test_run_whose_terminal_is_closed_leaves_no_process_and_is_no_longer_running
 
 @pytest.mark.slow
 @pytest.mark.steps
-def test_second_interrupt_does_not_stop_the_cleaning_up(tmp_path: Path) -> None:
+def test_second_interrupt_does_not_stop_the_cleanup(tmp_path: Path) -> None:
     with blocked_run(tmp_path) as process:
         for _ in range(5):
             process.send_signal(signal.SIGINT)
@@ -207,7 +207,7 @@ def test_run_whose_launcher_was_killed_still_holds_its_folder(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.steps
-def test_resume_goes_on_under_the_same_name_with_the_same_settings(tmp_path: Path) -> None:
+def test_resumed_run_has_the_same_name_and_settings(tmp_path: Path) -> None:
     (tmp_path / "gone.jsonl").write_text("{")
     first = run(tmp_path, "run", str(EXAMPLE), "seed=7", "data.train=" + str(tmp_path / "gone.jsonl"))
     assert first.returncode == 1
@@ -220,7 +220,7 @@ def test_resume_goes_on_under_the_same_name_with_the_same_settings(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.steps
-def test_settings_that_are_refused_leave_what_an_earlier_attempt_left(tmp_path: Path) -> None:
+def test_refused_settings_do_not_change_the_run_folder(tmp_path: Path) -> None:
     settings = prepare_folder(load_config(EXAMPLE, ["name=addition-1", f"output={tmp_path / 'runs'}"]))
     before = settings.read_text()
     settings.with_name("summary.json").write_text("{}")

@@ -33,7 +33,7 @@ from tidemill.steps.run_folder import prepare_folder
 SUMMARY = Summary(1, None, None, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None)
 
 
-def test_paths_are_shown_as_a_person_types_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert shown(tmp_path / "runs/a") == Path("runs/a")
     assert shown(Path("/elsewhere")) == Path("/elsewhere")
@@ -45,9 +45,7 @@ def test_program_is_named_as_it_was_called(monkeypatch: pytest.MonkeyPatch, tmp_
     assert program(".venv/bin/tidemill") == ".venv/bin/tidemill"
 
 
-def test_program_that_is_no_file_is_named_beside_one_that_is_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_installed_program_has_its_short_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed = tmp_path / "tidemill"
     installed.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -56,7 +54,7 @@ def test_program_that_is_no_file_is_named_beside_one_that_is_installed(
 
 
 def asked(config: RunConfig, **facts: str) -> SimpleNamespace:
-    """The arguments of the command that is shown at the end of a run."""
+    """The parsed command that is printed at the end of a run."""
     words = shlex.split(generate_command(config, replace(SUMMARY, **facts)))
     return SimpleNamespace(**parsed(words[words.index("generate") :]))
 
@@ -99,7 +97,7 @@ def logs_of_ray(scratch: Path) -> Path:
     return logs
 
 
-def test_what_stands_in_a_line_is_shown_as_it_is(addition: RunConfig, tmp_path: Path) -> None:
+def test_lines_are_printed_unchanged(addition: RunConfig, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=40, force_terminal=True)
     print_started(addition.model_copy(update={"name": "addition-1", "output": tmp_path / "my[red]runs"}), console)
     print_interrupted("tidemill run --resume addition-1", console)
@@ -109,14 +107,14 @@ def test_what_stands_in_a_line_is_shown_as_it_is(addition: RunConfig, tmp_path: 
     assert second == "interrupted; `tidemill run --resume addition-1` resumes from the newest checkpoint"
 
 
-def test_logs_of_ray_are_kept(tmp_path: Path, screen: Console) -> None:
+def test_logs_of_ray_are_copied(tmp_path: Path, screen: Console) -> None:
     logs_of_ray(tmp_path)
     keep_ray_logs(tmp_path, tmp_path / "run", screen)
     assert len(list((tmp_path / "run/ray-logs").iterdir())) == 3
     assert on(screen) == ""
 
 
-def test_logs_of_ray_that_cannot_be_kept_are_one_line(tmp_path: Path, screen: Console) -> None:
+def test_failed_copies_of_rays_logs_are_one_line(tmp_path: Path, screen: Console) -> None:
     logs_of_ray(tmp_path)
     for number in range(3):  # where a file should go there is a folder
         (tmp_path / f"run/ray-logs/worker-{number}.out/worker-{number}.out").mkdir(parents=True)
@@ -124,7 +122,7 @@ def test_logs_of_ray_that_cannot_be_kept_are_one_line(tmp_path: Path, screen: Co
     assert re.fullmatch(r"3 of Ray's logs could not be copied: .*Is a directory.*\n", on(screen))
 
 
-def test_logs_of_ray_without_a_place_are_one_line(tmp_path: Path, screen: Console) -> None:
+def test_rays_logs_without_a_folder_are_one_line(tmp_path: Path, screen: Console) -> None:
     logs_of_ray(tmp_path)
     (tmp_path / "run").write_text("no folder")
     keep_ray_logs(tmp_path, tmp_path / "run", screen)
@@ -132,7 +130,7 @@ def test_logs_of_ray_without_a_place_are_one_line(tmp_path: Path, screen: Consol
 
 
 @pytest.mark.parametrize(("status", "failure"), [(0, None), (1, None), (0, "{"), (1, "{}")])
-def test_report_survives_what_a_full_disk_did_not_take(
+def test_report_works_with_missing_or_broken_files(
     addition: RunConfig, screen: Console, status: int, failure: str | None
 ) -> None:
     prepare_folder(addition)
@@ -148,7 +146,7 @@ def test_report_needs_no_log(addition: RunConfig, screen: Console) -> None:
     assert "there is no log" in on(screen)
 
 
-def test_full_disk_is_named_with_how_to_go_on(addition: RunConfig, screen: Console) -> None:
+def test_full_disk_is_named_with_the_command_to_resume(addition: RunConfig, screen: Console) -> None:
     print_full_disk(addition, "tidemill run --resume addition-1", screen)
     assert on(screen) == ""
     print_full_disk(addition, "tidemill run --resume addition-1", screen, full_bytes=2**62)

@@ -1,4 +1,4 @@
-"""`tidemill ui` as a person runs it."""
+"""`tidemill ui` as a user runs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_nobody_answers_on_a_free_port() -> None:
 
 
 @pytest.mark.slow
-def test_pages_are_served_until_an_interrupt_which_leaves_no_process_and_no_traceback(tmp_path: Path) -> None:
+def test_ui_is_served_until_an_interrupt_which_leaves_no_process_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").touch()  # a database without tables, which MLflow makes
     port = free_port()
     command = [sys.executable, "-m", "tidemill.cli.main", "ui", "--output", str(tmp_path), "--port", str(port)]

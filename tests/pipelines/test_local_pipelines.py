@@ -1,4 +1,4 @@
-"""Whole pipelines through the KFP local runner, with stand-ins for training and scoring: see `pipeline_rig`."""
+"""Whole pipelines through the KFP local runner, with stubs for training and scoring; see `pipeline_rig`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def settings(rig: Rig) -> RunConfig:
     return load_config(rig.folder / "run.yaml")
 
 
-def test_run_of_the_form_tries_again_registers_reports_and_links(rig: Rig) -> None:
+def test_run_of_the_form_retries_registers_reports_and_links(rig: Rig) -> None:
     done = rig.run("post_training", run_name="tiny-9", overrides="trainer.learning_rate=0.0008\n# a remark\nseed=7")
     assert done.returncode == 0, done.stdout
     assert rig.tries("tiny-9") == 2
@@ -45,7 +45,7 @@ def test_run_of_the_form_tries_again_registers_reports_and_links(rig: Rig) -> No
     assert not rig.store_is_up
 
 
-def test_step_that_is_killed_is_tried_again_and_the_form_may_have_one_line_and_no_name(rig: Rig) -> None:
+def test_killed_step_is_retried_and_the_form_may_have_one_line_and_no_name(rig: Rig) -> None:
     done = rig.run("post_training", overrides="[seed=9, trainer.learning_rate=0.0007]")
     assert done.returncode == 0, done.stdout
     [name] = [path.name for path in (rig.folder / "runs").iterdir() if path.name.startswith("tiny")]
@@ -67,7 +67,7 @@ def test_failure_ends_the_run_and_teardown_runs_after_it(rig: Rig) -> None:
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> Rig:
-    """A sweep of two variants that came to its end; the training of the second failed once."""
+    """A finished sweep of two variants; the training of the second failed once."""
     rig = Rig.make(tmp_path_factory.mktemp("sweep"), empty_mlflow)
     lines = "trainer.learning_rate=0.0003\ntrainer.learning_rate=0.0009 seed=7"
     done = rig.run("sweep", run_name="rates", variants=lines)
@@ -85,7 +85,7 @@ def test_sweep_trains_every_variant_and_registers_the_best_one(swept: Rig) -> No
     assert not swept.store_is_up
 
 
-def test_variants_stand_below_their_sweep_in_mlflow(swept: Rig) -> None:
+def test_variants_are_children_of_their_sweep_in_mlflow(swept: Rig) -> None:
     client = make_client(tracking_uri(settings(swept)))
     experiment = client.get_experiment_by_name("tidemill").experiment_id
     runs = {run.info.run_name: run for run in client.search_runs([experiment])}
@@ -120,8 +120,8 @@ def fill(rig: Rig, *names: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> Rig:
-    """Continual training that began with the model of the settings; those who take it leave no new prompts."""
+def continual(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> Rig:
+    """Continual training after its first run, from the model of the settings; tests leave no new prompts behind."""
     rig = Rig.make(tmp_path_factory.mktemp("continual"), empty_mlflow)
     fill(rig, "2026-11-01")
     first = rig.run("continual", run_name="c1", prompts="prompts")
@@ -130,29 +130,29 @@ def begun(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> Rig:
     return rig
 
 
-def test_continual_training_without_new_prompts_leaves_the_champion(begun: Rig) -> None:
-    idle = begun.run("continual", run_name="c2", prompts="prompts")
+def test_continual_training_without_new_prompts_leaves_the_champion(continual: Rig) -> None:
+    idle = continual.run("continual", run_name="c2", prompts="prompts")
     assert idle.returncode == 0, idle.stdout
-    assert (begun.output("prepare-continual", "Output"), begun.tries("c2")) == ("wait", 0)
-    assert "Nothing new" in begun.output("prepare-continual", "links")
-    assert champion_version(settings(begun)) == "1"
+    assert (continual.output("prepare-continual", "Output"), continual.tries("c2")) == ("wait", 0)
+    assert "Nothing new" in continual.output("prepare-continual", "links")
+    assert champion_version(settings(continual)) == "1"
 
 
-def test_continual_training_goes_on_from_the_champion_with_all_new_prompts(begun: Rig) -> None:
-    fill(begun, "2026-11-02", "2026-11-03")
-    second = begun.run("continual", run_name="c3", prompts="prompts", overrides="trainer.learning_rate=0.0006")
+def test_continual_training_trains_the_champion_on_all_new_prompts(continual: Rig) -> None:
+    fill(continual, "2026-11-02", "2026-11-03")
+    second = continual.run("continual", run_name="c3", prompts="prompts", overrides="trainer.learning_rate=0.0006")
     assert second.returncode == 0, second.stdout
-    renewed = begun.output("prepare-continual", "settings")
-    assert "model: models:/tiny/1\n" in renewed
-    [source] = re.findall(r"train: (.+/inputs/.+)", renewed)
+    resolved = continual.output("prepare-continual", "settings")
+    assert "model: models:/tiny/1\n" in resolved
+    [source] = re.findall(r"train: (.+/inputs/.+)", resolved)
     assert Path(source).read_text().count("\n") == 2 and source.endswith("2026-11-03.jsonl")
-    assert (champion_version(settings(begun)), last_prompts(settings(begun))) == ("2", "2026-11-03.jsonl")
+    assert (champion_version(settings(continual)), last_prompts(settings(continual))) == ("2", "2026-11-03.jsonl")
 
 
-def test_continual_training_without_progress_leaves_the_champion(begun: Rig) -> None:
-    champion = champion_version(settings(begun))
-    fill(begun, "2026-11-04")
-    worse = begun.run("continual", run_name="c4", prompts="prompts", overrides="trainer.learning_rate=0.0001")
+def test_continual_training_without_progress_leaves_the_champion(continual: Rig) -> None:
+    champion = champion_version(settings(continual))
+    fill(continual, "2026-11-04")
+    worse = continual.run("continual", run_name="c4", prompts="prompts", overrides="trainer.learning_rate=0.0001")
     assert worse.returncode == 0, worse.stdout
-    assert champion_version(settings(begun)) == champion
-    assert last_prompts(settings(begun)) == "2026-11-04.jsonl"
+    assert champion_version(settings(continual)) == champion
+    assert last_prompts(settings(continual)) == "2026-11-04.jsonl"

@@ -1,4 +1,4 @@
-"""The compiled pipelines: what KFP is told, on the cluster and of it."""
+"""The compiled pipelines, and their settings for Kubernetes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def golden(name: str) -> Path:
 
 
 def documents(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(pipeline, what of it is for Kubernetes)."""
+    """(pipeline, platform settings for Kubernetes)."""
     spec, platform = yaml.safe_load_all(golden(name).read_text(encoding="utf-8"))
     return spec, platform["platforms"]["kubernetes"]
 
 
 def tasks(name: str) -> dict[str, dict[str, Any]]:
-    """Every step of a compiled pipeline, also those inside loops and conditions."""
+    """Every step of a compiled pipeline, including those in loops and conditions."""
     spec, _ = documents(name)
     dags = [spec["root"]["dag"], *(c["dag"] for c in spec["components"].values() if "dag" in c)]
     found = {name: task for dag in dags for name, task in dag["tasks"].items()}
@@ -58,7 +58,7 @@ def tasks(name: str) -> dict[str, dict[str, Any]]:
 
 
 def inputs_around(name: str, step: str) -> set[str]:
-    """Parameters of the graph that a step stands in."""
+    """Parameters of the graph that contains a step."""
     spec, _ = documents(name)
     graphs = [spec["root"], *(component for component in spec["components"].values() if "dag" in component)]
     [graph] = [graph for graph in graphs if step in graph["dag"]["tasks"]]
@@ -66,7 +66,7 @@ def inputs_around(name: str, step: str) -> set[str]:
 
 
 def executors(name: str) -> dict[str, dict[str, Any]]:
-    """What Kubernetes is told of every step."""
+    """The Kubernetes settings of every step."""
     found = documents(name)[1]["deploymentSpec"]["executors"]
     return {label.removeprefix("exec-"): executor for label, executor in found.items()}
 
@@ -112,7 +112,7 @@ def test_pipeline_is_small_enough_for_etcd(name: str) -> None:
 
 @EACH
 def test_steps_are_few_and_few_run_at_once(name: str) -> None:
-    """pipelines#13179, #13276: KFP's store of metadata deadlocks where many steps report at once."""
+    """pipelines#13179, #13276: KFP's metadata store deadlocks if many steps report at once."""
     assert len(tasks(name)) <= 8
     spec, _ = documents(name)
     graphs = [spec["root"], *(component for component in spec["components"].values() if "dag" in component)]
@@ -127,7 +127,7 @@ def test_nothing_is_cached(name: str) -> None:
 
 
 @EACH
-def test_steps_that_find_what_they_did_before_are_retried_and_no_others(name: str) -> None:
+def test_repeatable_steps_are_retried_and_no_others(name: str) -> None:
     retried = {step for step, task in tasks(name).items() if "retryPolicy" in task}
     assert retried == STEPS[name] - {FIRST[name]}
 
@@ -142,7 +142,7 @@ def test_teardown_runs_whatever_happens_and_needs_no_other_step(name: str) -> No
 
 
 @EACH
-def test_first_step_and_teardown_call_the_run_by_the_same_kfp_run(name: str) -> None:
+def test_first_step_and_teardown_get_the_same_kfp_run(name: str) -> None:
     ids = {
         tasks(name)[step]["inputs"]["parameters"]["kfp_run"]["runtimeValue"]["constant"]
         for step in ("teardown", FIRST[name])
@@ -157,7 +157,7 @@ def test_steps_run_in_order() -> None:
 
 
 @EACH
-def test_form_has_fields_that_may_stay_as_they_are(name: str) -> None:
+def test_form_has_optional_fields(name: str) -> None:
     known = documents(name)[0]["root"]["inputDefinitions"]["parameters"]
     assert set(known) == FORM | MORE[name] | {"steps_image"}
     required = {key for key, spec in known.items() if "defaultValue" not in spec}
@@ -220,12 +220,12 @@ def test_every_step_asks_for_memory(name: str) -> None:
 
 
 @EACH
-def test_finished_workflow_goes_with_what_it_owns(name: str) -> None:
+def test_finished_workflow_is_deleted_with_what_it_owns(name: str) -> None:
     assert 0 < documents(name)[1]["pipelineConfig"]["resourceTtlOnCompletion"] <= 7 * DAY
 
 
 @EACH
-def test_only_artifacts_of_the_second_api_are_made_and_the_model_is_one_of_them(name: str) -> None:
+def test_only_artifacts_of_the_v2_api_are_used_and_the_model_is_one_of_them(name: str) -> None:
     spec, _ = documents(name)
     outputs = [c.get("outputDefinitions", {}).get("artifacts", {}) for c in spec["components"].values()]
     kinds = {artifact["artifactType"]["schemaTitle"] for each in outputs for artifact in each.values()}
@@ -233,7 +233,7 @@ def test_only_artifacts_of_the_second_api_are_made_and_the_model_is_one_of_them(
 
 
 @EACH
-def test_messages_are_those_that_the_backend_reads(name: str) -> None:
+def test_messages_have_the_fields_that_the_backend_reads(name: str) -> None:
     spec, platform = yaml.safe_load_all(golden(name).read_text(encoding="utf-8"))
     parsed = ParseDict(spec, PipelineSpec())
     ParseDict(platform, PlatformSpec())
@@ -242,7 +242,7 @@ def test_messages_are_those_that_the_backend_reads(name: str) -> None:
     assert set(parsed.components) >= {f"comp-{step}" for step in found}
 
 
-def test_condition_is_on_a_word_that_the_local_runner_finds() -> None:
+def test_condition_is_on_an_output_that_the_local_runner_finds() -> None:
     graphs = [
         component["dag"]["tasks"]
         for component in documents("continual")[0]["components"].values()
@@ -287,7 +287,7 @@ def test_pipeline_imports_without_the_engine() -> None:
 
 @EACH
 def test_pipeline_is_built_alone(name: str) -> None:
-    """KFP takes a second for each, which a person waits for at every command."""
+    """KFP takes a second to build each, and a user waits for it at every command."""
     code = (
         f"import sys; from tidemill_pipelines.catalogue import pipeline_of; pipeline_of({name!r}); print(*sys.modules)"
     )

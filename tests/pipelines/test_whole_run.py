@@ -38,7 +38,7 @@ def even(response, *, prompt, answer, extra):
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run left that was killed once and then went on to its end."""
+    """The results of a run that was killed once, resumed, and finished."""
 
     config: RunConfig
     output: str
@@ -52,7 +52,7 @@ class Resumed:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """Prompts of two words, one that the reward fails for and one that is too long; the reward counts even words."""
+    """Prompts of two words, one for which the reward fails and one that is too long; the reward counts even words."""
     rows = [json.dumps({"prompt": f"w{first} w{first + 1}"}) for first in range(5, 37)]
     bad = [json.dumps({"prompt": "w90 w91"}), json.dumps({"prompt": "w3 " * 17})]
     (folder / "train.jsonl").write_text("\n".join([*rows, *bad]))
@@ -83,7 +83,7 @@ def tidemill(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], events: Path, step: int) -> int:
-    """Wait until a run has done a step; returns the last one that was seen."""
+    """Wait until a run has finished a step; returns the newest finished step."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         done = [event.step for event in read_events(events) if isinstance(event, StepFinished)]
@@ -95,7 +95,7 @@ def wait_for_step(process: subprocess.Popen[str], events: Path, step: int) -> in
 
 
 def kill_in_training(process: subprocess.Popen[str], events: Path, step: int) -> int:
-    """End every process of a run at once, as a machine that fails does; returns the number of steps it has told."""
+    """Kill every process of a run at once, as a machine failure does; returns the number of steps in the events."""
     wait_for_step(process, events, step)
     root = psutil.Process(process.pid)
     family = [root, *root.children(recursive=True)]
@@ -109,7 +109,7 @@ def kill_in_training(process: subprocess.Popen[str], events: Path, step: int) ->
 
 
 def kill_engine(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """End the process of the engine, and that alone; returns what was below it."""
+    """Kill only the process of the engine; returns its child processes."""
     family = psutil.Process(process.pid).children(recursive=True)
     [engine] = [member for member in family if "ray::EngineActor" in " ".join(words_of(member))]
     below = engine.children(recursive=True)
@@ -118,7 +118,7 @@ def kill_engine(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def words_of(process: psutil.Process) -> list[str]:
-    """Its command line, of which nothing is left when it has ended."""
+    """The command line of a process; empty if it has ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:
@@ -126,7 +126,7 @@ def words_of(process: psutil.Process) -> list[str]:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Command lines of living processes that were told of a folder."""
+    """Command lines of living processes with a folder in their arguments."""
     lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     return [line for line in lines if str(folder) in line]
 
@@ -144,7 +144,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     return Resumed(config, output, killed_after, processes_in(folder), Summary.read(config.folder / "summary.json"))
 
 
-def test_run_goes_on_at_the_step_after_a_checkpoint(resumed: Resumed) -> None:
+def test_run_resumes_at_the_step_after_a_checkpoint(resumed: Resumed) -> None:
     numbers = [event.step for event in resumed.steps]
     first, second = numbers[: resumed.killed_after], numbers[resumed.killed_after :]
     assert first == list(range(1, len(first) + 1))

@@ -1,7 +1,7 @@
-"""A whole pipeline through the KFP local runner in seconds: training and scoring are stand-ins, all else is real.
+"""A whole pipeline in the KFP local runner in seconds: training and scoring are stubs, everything else is real.
 
-A step is a process of its own, so the stand-ins are found by Python as it starts: `sitecustomize` of a folder on its
-path puts them in the place of the two modules that need Ray and vLLM.
+Every step is a process of its own, so Python loads the stubs at its start: `sitecustomize` on its path replaces
+the two modules that need Ray and vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidemill.store.server import store_folder
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1100
-STAND_INS = '''
+STUBS = '''
 import os, sys, types
 from pathlib import Path
 
@@ -80,11 +80,11 @@ class Rig:
 
     @classmethod
     def make(cls, folder: Path, empty_mlflow: Path) -> Rig:
-        """Everything that a run needs; the tables of MLflow are there."""
+        """A folder with everything that a run needs, including MLflow's tables."""
         (folder / "site").mkdir()
         (folder / "runs").mkdir()
         shutil.copy(empty_mlflow, folder / "runs/mlflow.db")
-        (folder / "site/sitecustomize.py").write_text(STAND_INS)
+        (folder / "site/sitecustomize.py").write_text(STUBS)
         rows = [json.dumps({"prompt": "w5 w6", "answer": "7"}), json.dumps({"prompt": "w8", "answer": "9"})]
         for name in ("train", "held_out"):
             (folder / f"{name}.jsonl").write_text("\n".join(rows))
@@ -101,7 +101,7 @@ class Rig:
         return cls(folder)
 
     def run(self, pipeline: str, **parameters: str) -> subprocess.CompletedProcess[str]:
-        """Run a pipeline to its end; retries wait for nothing."""
+        """Run a pipeline to its end, without a pause between retries."""
         given = [f"{name}={value}" for name, value in {"config": "run.yaml", **parameters}.items()]
         path = os.pathsep.join([str(self.folder / "site"), os.environ.get("PYTHONPATH", "")])
         code = (
@@ -127,7 +127,7 @@ class Rig:
         return int(path.read_text()) if path.exists() else 0
 
     def output(self, task: str, name: str) -> str:
-        """An output of a task of the newest run of a pipeline, as KFP keeps it."""
+        """An output of a task of the newest run of a pipeline."""
         found = max(
             (self.folder / "kfp").glob(f"*/**/{task}/executor_output.json"), key=lambda path: path.stat().st_mtime
         )
@@ -136,5 +136,5 @@ class Rig:
 
     @property
     def store_is_up(self) -> bool:
-        """Whether something of a run is left."""
+        """Whether the S3 server of a run is still running."""
         return find_server(store_folder(self.folder / "runs")) is not None

@@ -1,4 +1,4 @@
-"""A run that has trained, made by hand: its settings, its summary, and its registration."""
+"""A trained run without a training: its settings, its summary, and its registration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def summary(run: RunConfig, before: float | None, model_uri: str = "s3://tidemil
 
 
 class Model:
-    """KFP's artifact of the model."""
+    """A KFP artifact of a model."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.metadata = str(path), {}
@@ -62,7 +62,7 @@ class Model:
 def registered(
     run: RunConfig, trained: Summary, evaluated: str, folder: Path, outage_s: float = OUTAGE_S
 ) -> tuple[Summary, Model]:
-    """What `register` returns, with its files in a folder: report.md, report.html, model.json."""
+    """Register; returns the summary and the artifact. The folder gets report.md, report.html and model.json."""
     model = Model(folder / "model.json")
     files = (str(folder / "report.md"), str(folder / "report.html"))
     final = register(run.to_yaml(), trained.to_json(), evaluated, *files, model, outage_s=outage_s)

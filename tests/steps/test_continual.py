@@ -33,7 +33,7 @@ def prompts(tmp_path: Path) -> Path:
     ("last", "rows"),
     [(None, "abc"), ("2026-11-29.jsonl", "bc"), ("2026-11-30.jsonl", "c"), ("2026-11-29x", "bc")],
 )
-def test_prompts_after_the_last_ones_are_put_together_in_order(
+def test_prompts_after_the_last_used_ones_are_merged_in_order(
     addition: RunConfig, prompts: Path, last: str | None, rows: str
 ) -> None:
     source = new_prompts(addition, str(prompts), last)
@@ -50,7 +50,7 @@ def test_folder_without_prompts_is_refused(addition: RunConfig, tmp_path: Path) 
         new_prompts(addition, str(tmp_path), None)
 
 
-def test_folder_that_is_not_there_is_refused_by_its_name(addition: RunConfig, tmp_path: Path) -> None:
+def test_missing_folder_is_refused_by_name(addition: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^prompts = '{tmp_path}/gone/'.* There is no {tmp_path}/gone\."):
         new_prompts(addition, f"{tmp_path}/gone/", None)
 
@@ -69,7 +69,7 @@ def test_new_prompts_of_the_store_become_one_object(addition: RunConfig, prompts
 
 
 @pytest.mark.parametrize("source", ["s3://tidemill/one.jsonl", "reasoning_gym://sum?size=9"])
-def test_any_other_source_is_always_new_and_remembered_as_it_is(addition: RunConfig, source: str) -> None:
+def test_any_other_source_is_always_new_and_recorded_unchanged(addition: RunConfig, source: str) -> None:
     assert new_prompts(addition, source, source) == source == source_name(source)
 
 
@@ -108,7 +108,7 @@ def test_prompts_that_are_refused_are_not_kept_for_the_run(addition: RunConfig, 
     assert Start.stored(addition.model_copy(update={"name": "c1"})) is None
 
 
-def test_run_that_ends_after_a_later_one_takes_nothing_back(addition: RunConfig, prompts: Path) -> None:
+def test_older_run_that_ends_later_does_not_move_progress_back(addition: RunConfig, prompts: Path) -> None:
     def trained(last: str | None) -> str:
         source = new_prompts(addition, str(prompts), last)
         return addition.model_copy(update={"data": addition.data.model_copy(update={"train": source})}).to_yaml()
@@ -121,7 +121,7 @@ def test_run_that_ends_after_a_later_one_takes_nothing_back(addition: RunConfig,
         assert last_prompts(addition) == "2026-12/02.jsonl"
 
 
-def test_without_held_out_prompts_nothing_is_compared(addition: RunConfig, tmp_path: Path) -> None:
+def test_held_out_prompts_are_required(addition: RunConfig, tmp_path: Path) -> None:
     lines = "data.held_out=null\nregistry.min_score=null\nevaluation.every=0"
     with pytest.raises(ConfigError, match=r"data\.held_out"):
         prepare_continual(Request(addition.to_yaml(), lines), str(tmp_path), str(tmp_path / "links.md"))

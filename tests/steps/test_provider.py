@@ -44,7 +44,7 @@ def test_a_run_is_trained_by_one_process_at_a_time(addition: RunConfig) -> None:
             pass
 
 
-def test_training_that_began_last_goes_on_in_a_store_that_two_machines_share(
+def test_newest_training_of_a_shared_store_may_commit(
     addition: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with claimed(addition) as claim:
@@ -63,7 +63,7 @@ def test_training_that_began_last_goes_on_in_a_store_that_two_machines_share(
                 checkpoints.commit(2, tmp_path / "parts", {})
 
 
-def test_model_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do(addition: RunConfig) -> None:
+def test_model_that_cannot_fit_is_refused_with_need_and_fix(addition: RunConfig) -> None:
     with pytest.raises(RunError, match=r"not enough disk.*GiB are needed.*output="):
         check_capacity(addition, weights=10**13)
 
@@ -74,7 +74,7 @@ def test_demo_needs_no_more_than_a_small_machine_has(addition: RunConfig) -> Non
     assert needs["disk"] < 10
 
 
-def test_weights_through_the_object_store_need_room_for_one_more_copy_in_memory(addition: RunConfig) -> None:
+def test_object_store_transport_needs_one_more_copy_in_memory(addition: RunConfig) -> None:
     through_store = addition.model_copy(update={"sync": SyncConfig(transport="object_store")})
     plain, more = (
         {capacity.what.split()[0]: capacity.needed for capacity in capacities(config, weights=1000)}
@@ -83,7 +83,7 @@ def test_weights_through_the_object_store_need_room_for_one_more_copy_in_memory(
     assert (more["shared"] - plain["shared"], more["disk"] - plain["disk"]) == (2 * 1000, 2 * 2 * 1000)
 
 
-def test_a_failed_restore_and_a_failed_upload_leave_nothing_in_the_runs_folder(addition: RunConfig) -> None:
+def test_teardown_removes_partial_transfers(addition: RunConfig) -> None:
     for name in ("restored", "staging-0", "model"):
         (addition.folder / name).mkdir(parents=True)
         (addition.folder / name / "part").write_bytes(b"weights")

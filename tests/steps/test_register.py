@@ -50,7 +50,7 @@ def test_page_draws_what_mlflow_has_of_the_run(trained: RunConfig, tmp_path: Pat
     assert chart(Curves([(1, 0.1), (2, 0.5)], [])) in (tmp_path / "report.html").read_text()
 
 
-def test_curve_of_a_server_that_is_away_is_empty(trained: RunConfig) -> None:
+def test_curve_of_an_unreachable_server_is_empty(trained: RunConfig) -> None:
     away = trained.model_copy(update={"tracking": trained.tracking.model_copy(update={"uri": "http://127.0.0.1:1"})})
     assert metric_history(away, "run", "reward/mean") == []
 
@@ -94,9 +94,7 @@ def test_worse_model_is_not_registered_and_the_reason_is_told(trained: RunConfig
     assert read_events(trained.folder / "events.jsonl")[-1] == Notice(f"no model version: {fell}")
 
 
-def test_model_without_an_mlflow_run_is_not_registered_and_the_reason_stands_in_one_pair_of_brackets(
-    trained: RunConfig, tmp_path: Path
-) -> None:
+def test_model_without_an_mlflow_run_is_not_registered(trained: RunConfig, tmp_path: Path) -> None:
     final, _ = registered(trained, replace(summary(trained, 0.25), mlflow_run_id=None), evaluation(0.75), tmp_path)
     assert final.reason("model_version") == "(not tracked)"
 
@@ -106,7 +104,7 @@ def away(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"tracking": run.tracking.model_copy(update={"uri": "http://127.0.0.1:1"})})
 
 
-def test_registration_waits_for_a_server_that_is_away(
+def test_registration_waits_for_an_unreachable_server(
     trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -124,11 +122,11 @@ def test_what_the_gate_refuses_needs_no_server(
     assert final.model_version is None
 
 
-def test_time_of_a_step_adds_up_over_its_tries_and_begins_with_the_newest_attempt() -> None:
+def test_step_times_sum_the_tries_of_the_newest_attempt() -> None:
     names = ["validate", "provision", "train", "validate", "load", "provision", "train", "train", "evaluate"]
     phases = [PhaseStarted(name, 10.0 * number) for number, name in enumerate(names)]
     assert seconds_by_step(phases, 95.0) == {"validate": 20.0, "provision": 10.0, "train": 20.0, "evaluate": 15.0}
 
 
-def test_time_of_a_step_that_is_not_counted_is_no_time() -> None:
+def test_other_steps_are_not_timed() -> None:
     assert seconds_by_step([PhaseStarted("finish_variant", 1.0)], 2.0) == seconds_by_step([], 2.0) == {}

@@ -1,4 +1,4 @@
-"""What a person asks of a pipeline, and what the first step makes of it."""
+"""The parameters of a pipeline, and the settings that result from them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectSto
     stop_server(tmp_path / "store")
 
 
-def test_form_left_open_changes_nothing(addition: RunConfig) -> None:
+def test_empty_form_changes_nothing(addition: RunConfig) -> None:
     assert Request(addition.to_yaml()).settings() == addition
 
 
-def test_fields_go_before_overrides_and_overrides_before_the_settings(addition: RunConfig) -> None:
+def test_fields_override_overrides_which_override_the_settings(addition: RunConfig) -> None:
     lines = "rollout.engines=2\n\n# a remark\n  seed=9  \n" + ON_CLUSTER
     asked = Request(addition.to_yaml(), lines, gpu_type="007", engines=4.0, ranks=2, image="r/i:1", gpu_hours=2)  # type: ignore[arg-type]
     config = asked.settings()
@@ -47,7 +47,7 @@ def test_fields_go_before_overrides_and_overrides_before_the_settings(addition: 
     assert (settings.gpu_type, settings.image, settings.gpu_hours) == ("007", "r/i:1", 2.0)
 
 
-def test_new_run_is_called_after_settings_and_kfp_run_and_registers_under_the_settings_name(
+def test_new_run_is_named_after_settings_and_kfp_run_and_registers_under_the_settings_name(
     addition: RunConfig,
 ) -> None:
     config = Request(addition.to_yaml(), kfp_run=KFP_RUN).settings()
@@ -68,7 +68,7 @@ def test_settings_may_be_a_file_of_this_machine() -> None:
     assert Request(str(EXAMPLE)).settings().data.train == str(EXAMPLE.parent / "addition_train.jsonl")
 
 
-def test_settings_may_lie_in_the_store(addition: RunConfig, store: ObjectStore) -> None:
+def test_settings_may_be_in_the_store(addition: RunConfig, store: ObjectStore) -> None:
     store.put_bytes("settings/run.yaml", addition.to_yaml().encode())
     uri, lines = store.uri("settings/run.yaml"), f"store.endpoint={store.endpoint}\nseed=3"
     config = Request(uri, lines).settings()
@@ -109,7 +109,7 @@ def test_links_on_this_machine_name_the_folder(addition: RunConfig) -> None:
     assert str(addition.folder) in page and "#/runs" not in page and "kubectl" not in page
 
 
-def test_settings_that_are_no_yaml_are_refused() -> None:
+def test_settings_that_are_not_yaml_are_refused() -> None:
     with pytest.raises(ConfigError, match="valid YAML"):
         Request("a: [").settings()
 
@@ -122,7 +122,7 @@ def test_form_with_fields_of_one_line_takes_json_and_lists(addition: RunConfig) 
     assert config.data.system_prompt == "Brief, please"
 
 
-def test_lines_of_another_system_are_lines(addition: RunConfig) -> None:
+def test_line_endings_of_windows_are_accepted(addition: RunConfig) -> None:
     text, lines = addition.to_yaml().replace("\n", "\r\n"), "seed=9\r\n# a remark\r\ntrainer.steps=7\r\n"
     config = Request("\ufeff" + text, lines).settings()
     assert (config.seed, config.trainer.steps, config.model) == (9, 7, addition.model)
@@ -134,13 +134,13 @@ def test_run_file_that_lost_its_line_breaks_says_so(addition: RunConfig) -> None
 
 
 @pytest.mark.parametrize("text", ["", " ", "run", "[1, 2]", "\t", "s3://bucket"])
-def test_text_that_is_no_settings_is_refused(text: str) -> None:
+def test_text_without_settings_is_refused(text: str) -> None:
     with pytest.raises((ConfigError, StoreError)):
         Request(text).settings()
 
 
 @pytest.mark.parametrize("text", ["[seed=1", "[1]", "[{a: b}]", "[seed=[1]]"])
-def test_list_that_is_none_of_texts_is_refused(addition: RunConfig, text: str) -> None:
+def test_list_with_other_values_than_strings_is_refused(addition: RunConfig, text: str) -> None:
     with pytest.raises(ConfigError, match=r"^overrides = .* or \[ENTRY, ENTRY\]"):
         Request(addition.to_yaml(), text).settings()
 
@@ -148,12 +148,12 @@ def test_list_that_is_none_of_texts_is_refused(addition: RunConfig, text: str) -
 @pytest.mark.parametrize(
     ("field", "value"), [("engines", 2.5), ("engines", -1), ("ranks", 1.5), ("gpu_hours", -1.0), ("image", "i")]
 )
-def test_field_that_makes_no_sense_is_refused(addition: RunConfig, field: str, value: object) -> None:
+def test_invalid_field_is_refused(addition: RunConfig, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"\.{field} = "):
         replace(Request(addition.to_yaml(), ON_CLUSTER), **{field: value}).settings()
 
 
-def test_file_in_the_store_that_is_no_text_is_refused(store: ObjectStore) -> None:
+def test_binary_file_in_the_store_is_refused(store: ObjectStore) -> None:
     store.put_bytes("settings/run.yaml", b"\xff\xfe")
     with pytest.raises(ConfigError, match="a text file in UTF-8"):
         Request(store.uri("settings/run.yaml"), f"store.endpoint={store.endpoint}").settings()

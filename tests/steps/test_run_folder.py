@@ -32,20 +32,20 @@ def kept(addition: RunConfig) -> Path:
     return settings
 
 
-def test_settings_that_are_accepted_are_those_that_a_run_goes_on_with(addition: RunConfig, kept: Path) -> None:
+def test_valid_settings_replace_those_of_the_run(addition: RunConfig, kept: Path) -> None:
     validate_run(parse_config(changed(addition, "trainer.steps=99")))
     assert load_config(kept).trainer.steps == 99
     assert not (addition.folder / "summary.json").exists()
 
 
-def test_settings_that_are_refused_leave_a_run_as_it_was(addition: RunConfig, kept: Path) -> None:
+def test_invalid_settings_leave_the_run_unchanged(addition: RunConfig, kept: Path) -> None:
     with pytest.raises(RewardError, match="exact_numbr"):
         validate_run(parse_config(changed(addition, "rewards.0.function=exact_numbr")))
     assert load_config(kept) == addition
     assert (addition.folder / "summary.json").exists()
 
 
-def test_run_whose_settings_are_kept_elsewhere_gets_no_file(addition: RunConfig) -> None:
+def test_run_without_a_settings_file_gets_none(addition: RunConfig) -> None:
     validate_run(addition)
     assert [path.name for path in addition.folder.iterdir()] == ["events.jsonl"]
 
@@ -72,7 +72,7 @@ def test_every_start_gets_a_name_and_a_folder_of_its_own(example: RunConfig, tmp
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
 
 
-def test_name_under_which_the_store_has_a_checkpoint_is_not_fresh(example: RunConfig, tmp_path: Path) -> None:
+def test_name_of_a_checkpoint_in_the_store_is_taken(example: RunConfig, tmp_path: Path) -> None:
     first = new_run(moved(example, tmp_path / "runs"))
     (first.folder / "part").write_text("weights")
     with open_checkpoints(first) as checkpoints:
@@ -92,7 +92,7 @@ def test_machines_that_share_a_store_give_no_name_twice(
     assert names == ["addition-1", "addition-2", "addition-3"]
 
 
-def test_versions_of_several_runs_stand_under_one_model(example: RunConfig, tmp_path: Path) -> None:
+def test_runs_of_one_config_share_a_registered_model(example: RunConfig, tmp_path: Path) -> None:
     assert new_run(moved(example, tmp_path)).registered_model == "addition"
 
 
@@ -122,7 +122,7 @@ def test_resumed_run_keeps_name_and_output(addition: RunConfig, change: str) -> 
         existing_run("addition", addition.output, [change])
 
 
-def test_run_whose_folder_was_moved_goes_on_there(addition: RunConfig, tmp_path: Path) -> None:
+def test_moved_run_is_resumed_in_its_new_folder(addition: RunConfig, tmp_path: Path) -> None:
     prepare_folder(addition)
     addition.output.rename(tmp_path / "moved: here")
     assert existing_run("addition", tmp_path / "moved: here", []).output == tmp_path / "moved: here"
@@ -159,7 +159,7 @@ def test_new_attempt_forgets_how_the_last_one_ended(addition: RunConfig) -> None
     assert [path.name for path in addition.folder.iterdir()] == ["config.yaml"]
 
 
-def test_try_after_one_that_no_other_can_mend_fails_at_once_in_its_words(addition: RunConfig) -> None:
+def test_try_after_a_permanent_failure_fails_at_once_with_its_message(addition: RunConfig) -> None:
     with pytest.raises(RewardError), step("train", addition):
         raise RewardError("the reward is broken")
     first = Failure.read(addition.folder)
@@ -168,7 +168,7 @@ def test_try_after_one_that_no_other_can_mend_fails_at_once_in_its_words(additio
     assert Failure.read(addition.folder) == first
 
 
-def test_mended_settings_get_their_chance(addition: RunConfig) -> None:
+def test_step_runs_again_after_a_new_validation(addition: RunConfig) -> None:
     for name in ("validate", "train"):
         with pytest.raises(RewardError), step(name, addition):
             raise RewardError("the reward is broken")
@@ -180,7 +180,7 @@ def test_mended_settings_get_their_chance(addition: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreError("away"), EngineError("died"), KeyError("a fault of ours")])
-def test_what_may_pass_is_tried_again(addition: RunConfig, error: Exception) -> None:
+def test_step_is_retried_after_a_retryable_or_unexpected_failure(addition: RunConfig, error: Exception) -> None:
     with pytest.raises(type(error)), step("train", addition):
         raise error
     with step("train", addition):

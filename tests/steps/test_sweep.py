@@ -68,7 +68,7 @@ def test_variants_of_a_form_with_fields_of_one_line_are_a_list(addition: RunConf
     assert (second.name, second.seed, list(second.rollout.stop)) == ("rates-v2", 4, ["x"])
 
 
-def test_setting_of_a_variant_that_a_field_of_the_form_overrules_is_refused(addition: RunConfig) -> None:
+def test_variant_cannot_set_what_a_field_of_the_form_sets(addition: RunConfig) -> None:
     lines = "rollout.engines=1\nrollout.engines=2"
     assert [each.rollout.engines for each in variant_configs(Request(addition.to_yaml()), lines)] == [1, 2]
     with pytest.raises(ConfigError, match=r"other than rollout\.engines, which a field of the form sets"):
@@ -112,7 +112,7 @@ def finished(run: RunConfig, name: str, score: float | None) -> str:
 @pytest.mark.parametrize(
     ("scores", "best"), [((0.5, 0.75, None), "s-v2"), ((0.75, 0.75, 0.5), "s-v1"), ((None, float("nan"), 0.5), "s-v3")]
 )
-def test_best_variant_is_registered_from_what_the_store_has_of_it(
+def test_best_variant_is_registered_from_its_stored_summary(
     trained: RunConfig, tmp_path: Path, scores: tuple[float | None, ...], best: str
 ) -> None:
     sweep = Request(trained.to_yaml(), run_name="s")

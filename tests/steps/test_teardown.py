@@ -1,4 +1,4 @@
-"""The exit handler: everything goes back, whatever settings say by then and whatever cannot go back."""
+"""The exit handler: everything is released, even if settings changed or one release fails."""
 
 from __future__ import annotations
 
@@ -43,20 +43,18 @@ def cluster() -> Cluster:
     return Cluster()
 
 
-def test_what_the_kfp_run_made_goes_first_and_then_the_run_under_its_name(
-    cluster: Cluster, addition: RunConfig
-) -> None:
+def test_objects_of_the_kfp_run_are_released_before_the_run(cluster: Cluster, addition: RunConfig) -> None:
     cluster.teardown(Request(addition.to_yaml(), ON_CLUSTER, kfp_run=KFP_RUN))
     assert cluster.done == [f"{KFP_RUN} in elsewhere tidemill", "addition-1a2b3c4d"]
 
 
 @pytest.mark.parametrize("config", ["name: probe", "a: [", "s3://bucket/run.yaml"])
-def test_settings_that_cannot_be_read_any_more_do_not_keep_the_gpus(cluster: Cluster, config: str) -> None:
+def test_unreadable_settings_do_not_prevent_the_release(cluster: Cluster, config: str) -> None:
     cluster.teardown(Request(config, kfp_run=KFP_RUN))
     assert cluster.done == [f"{KFP_RUN} in tidemill"]
 
 
-def test_variant_that_cannot_be_given_back_does_not_keep_the_others(cluster: Cluster, addition: RunConfig) -> None:
+def test_failed_release_of_a_variant_does_not_stop_the_others(cluster: Cluster, addition: RunConfig) -> None:
     cluster.stuck = {KFP_RUN, "s-v1", "s-v3"}
     asked = Request(addition.to_yaml(), run_name="s", kfp_run=KFP_RUN)
     with pytest.raises(RunError, match=rf"^{KFP_RUN} .* still there; s-v1 is still there; s-v3 is still there$"):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy i
 ARGUMENT_BYTES = 128 * 1024  # of one argument on Linux; KFP hands all inputs of a step over as one
 
 
-def test_what_steps_pass_on_is_one_argument_of_a_command(trained: RunConfig, tmp_path: Path) -> None:
+def test_inputs_of_a_step_fit_into_one_argument(trained: RunConfig, tmp_path: Path) -> None:
     texts = [f"{n} {'何' * 100_000} {n}" for n in range(100)]
     answers = tuple(Answer(text, text, text, 1.0) for text in texts)
     evaluated = Evaluation(0, 0.5, answers, {})
@@ -47,7 +47,7 @@ def test_prompts_that_are_cut_to_the_same_text_count_once(trained: RunConfig) ->
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "text"])
-def test_what_is_no_number_is_no_metric_of_kfp(value: object) -> None:
+def test_only_finite_numbers_are_metrics_of_kfp(value: object) -> None:
     metrics: dict[str, float] = {}
     log_number(metrics.__setitem__, "score", value)
     log_number(metrics.__setitem__, "steps", 3)

@@ -55,7 +55,7 @@ CHAT = [{"role": "user", "content": "1 + 1"}]
         (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
     ],
 )
-def test_inputs_of_which_no_step_can_be_trained_are_refused(
+def test_inputs_that_cannot_be_trained_are_refused(
     overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rewards_here.py").write_text(
@@ -80,7 +80,7 @@ def test_inputs_of_which_no_step_can_be_trained_are_refused(
         "{budget: 8, buffer: 4, penalty: true}",
     ],
 )
-def test_numbers_that_punish_no_length_are_refused(options: str, addition: RunConfig) -> None:
+def test_invalid_options_of_overlong_are_refused(options: str, addition: RunConfig) -> None:
     text = changed(addition, *OVERLONG, f"rewards.0.options={options}")
     with pytest.raises(ConfigError, match=r"rewards\.0\.options = \{budget: .*a number above 0 as penalty"):
         check_inputs(parse_config(text))
@@ -95,7 +95,7 @@ def test_numbers_that_punish_no_length_are_refused(options: str, addition: RunCo
         ({"prompt": "1 + 1", "answer": "2"}, ["rewards.0.function=reasoning_gym"], "no column 'entry'"),
     ],
 )
-def test_data_that_cannot_have_what_the_settings_want_is_refused(
+def test_data_that_does_not_match_the_settings_is_refused(
     row: dict[str, Any], overrides: list[str], message: str, addition: RunConfig, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -105,7 +105,7 @@ def test_data_that_cannot_have_what_the_settings_want_is_refused(
         check_inputs(parse_config(text))
 
 
-def test_one_prompt_that_is_a_text_takes_the_system_prompt(addition: RunConfig, tmp_path: Path) -> None:
+def test_one_plain_text_prompt_is_enough_for_a_system_prompt(addition: RunConfig, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n")
     check_inputs(parse_config(changed(addition, f"data.held_out={path}")))
@@ -120,7 +120,7 @@ def test_one_prompt_that_is_a_text_takes_the_system_prompt(addition: RunConfig, 
         ["rewards.0.function=rewards_taken:Score.of"],
     ],
 )
-def test_inputs_that_can_be_trained_are_taken(
+def test_inputs_that_can_be_trained_are_accepted(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rewards_taken.py").write_text(
@@ -171,7 +171,7 @@ def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig,
     assert (failure.step, failure.expected, failure.retryable) == ("validate", True, False)
 
 
-def test_settings_that_no_later_step_could_be_given_are_refused(addition: RunConfig) -> None:
+def test_settings_that_are_too_long_for_an_argument_are_refused(addition: RunConfig) -> None:
     data = addition.data.model_copy(update={"system_prompt": "Be brief. " * 4000})
     with pytest.raises(ConfigError, match=r"^config = '\d+ bytes': allowed is at most 32768 with every default"):
         validated(addition.model_copy(update={"data": data}).to_yaml())
@@ -195,7 +195,7 @@ def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, t
         validated(changed(addition, model, f"rollout.max_new_tokens={limit + 1}"))
 
 
-def test_engine_whose_gpus_cannot_have_equally_many_heads_is_refused(addition: RunConfig, tmp_path: Path) -> None:
+def test_tensor_parallel_size_must_divide_the_heads(addition: RunConfig, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", 0)
     model, size = f"model={tmp_path / 'model'}", "rollout.tensor_parallel_size"
     check_model(parse_config(changed(addition, model, f"{size}=2")))
@@ -219,7 +219,7 @@ def test_row_without_the_answer_that_the_reward_needs_is_refused(addition: RunCo
         validated(changed(addition, f"data.{key}={tmp_path / 'rows.jsonl'}"))
 
 
-def test_tracking_server_that_is_not_there_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_tracking_server_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.socket() as server:
