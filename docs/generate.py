@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tidemill.config.run import fields
-from tidemill.verl.rules import RULES, Becomes, LeftOut, Never, Only, Part, Rule, either
+from tidemill.verl.rules import RULES, Becomes, LeftOut, Part, Rule, either
 
 CONFIGURATION = """# Configuration
 
@@ -56,25 +56,22 @@ def configuration() -> Iterator[str]:
 def verl_settings() -> Iterator[str]:
     """A table for each kind of rule; settings that are treated alike share a row."""
     yield VERL_SETTINGS
-    for heading, column, kinds in (
-        ("Converted", "Tidemill", (Becomes, Part)),
-        ("Only one value", "Only", (Only,)),
-        ("Left out", "Why", (LeftOut,)),
-        ("Refused", "Why", (Never,)),
-    ):
-        rows: dict[str, list[str]] = {}
-        for key, rule in RULES.items():
-            if isinstance(rule, kinds):
-                rows.setdefault(counterpart(rule), []).append(f"`{key}`")
-        yield f"\n## {heading}\n\n| verl | {column} |\n|---|---|"
-        yield from (f"| {', '.join(keys)} | {text} |" for text, keys in rows.items())
+    tables: dict[str, dict[str, list[str]]] = {}
+    for key, rule in RULES.items():
+        heading, effect = effect_of(rule)
+        tables.setdefault(heading, {}).setdefault(effect, []).append(f"`{key}`")
+    for heading, rows in tables.items():
+        yield f"\n## {heading}\n\n| verl | {'Tidemill' if heading == 'Converted' else 'Why'} |\n|---|---|"
+        yield from (f"| {', '.join(keys)} | {effect} |" for effect, keys in rows.items())
 
 
-def counterpart(rule: Rule) -> str:
-    """The effect of a rule, as a cell of the table."""
+def effect_of(rule: Rule) -> tuple[str, str]:
+    """The table that a rule belongs to, and its cell there."""
     if isinstance(rule, Becomes | Part):
-        return ", ".join(f"`{key}`" for key in rule.key.split(", "))
-    return f"`{either(rule.values)}`: {rule.why}" if isinstance(rule, Only) else rule.why
+        return "Converted", ", ".join(f"`{key}`" for key in rule.key.split(", "))
+    if isinstance(rule, LeftOut):
+        return "Left out", rule.why
+    return ("Only one value", f"only `{either(rule.values)}`: {rule.why}") if rule.values else ("Refused", rule.why)
 
 
 def heading(key: str) -> str:

@@ -261,7 +261,7 @@ def test_a_step_of_several_mini_batches_has_as_many_optimizer_steps_as_in_verl()
 def test_a_group_is_as_large_as_verl_makes_it() -> None:
     assert config("actor_rollout_ref.rollout.n=16", "rollout.n=4").rollout.group_size == 16
     message = refusal("~actor_rollout_ref.rollout.n", "rollout.n=4")
-    assert "actor_rollout_ref.rollout.n = 1 (verl's default): only a number of at least 2" in message
+    assert "actor_rollout_ref.rollout.n = 1 (verl's default): only a whole number of at least 2" in message
 
 
 def test_the_number_of_epochs_is_that_of_verl() -> None:

@@ -34,9 +34,8 @@ def ppo_clip(
         objective = max(objective, dual_clip A)   where A < 0
         loss = -sum(weight * objective) / denominator
 
-    The first objective is that of PPO (Schulman et al. 2017, arXiv:1707.06347); the second is dual clip (Ye et al.
-    2020, arXiv:1912.09729). `clip_ratio_high` above `clip_ratio_low` is DAPO's clip-higher (Yu et al. 2025,
-    arXiv:2503.14476).
+    First PPO (Schulman et al. 2017, arXiv:1707.06347), then dual clip (Ye et al. 2020, arXiv:1912.09729); a larger
+    `clip_ratio_high` than `clip_ratio_low` is DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476).
 
     Args:
         log_probs: `[K]` of the current policy, with gradient.

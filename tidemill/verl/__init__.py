@@ -1,1 +1,1 @@
-"""From verl's command line to our settings."""
+"""Converts verl commands to run files."""

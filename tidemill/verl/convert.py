@@ -24,7 +24,6 @@ from tidemill.verl.rules import (
     UNLIKE,
     Becomes,
     LeftOut,
-    Never,
     Only,
     Part,
     either,
@@ -137,8 +136,10 @@ def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
     rule = rule_of(key)
     if isinstance(rule, LeftOut):
         done.left_out[shown] = rule.why
-    elif isinstance(rule, Never) or rule is None:
-        done.refused[shown] = rule.why if rule else "not known; Tidemill has nothing that does this"
+    elif rule is None:
+        done.refused[shown] = "not known; Tidemill has nothing that does this"
+    elif isinstance(rule, Only) and not rule.values:
+        done.refused[shown] = rule.why
     elif isinstance(value, Unresolved):
         done.refused[shown] = "only Hydra can tell the value; write it out"
     elif isinstance(rule, Only):

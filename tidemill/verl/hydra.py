@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from tidemill.config.reading import load_yaml, yaml_problem
 from tidemill.errors import ConfigError
 
 OVERRIDE = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
@@ -73,9 +74,10 @@ def read_settings(
 def read_file(path: Path, settings: dict[str, Any]) -> list[str]:
     """Put the settings of a file into `settings`; returns the overrides that it lists, as `.hydra/overrides.yaml`."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError("--config", str(path), "a readable YAML file", f"{' '.join(str(error).split())}.") from error
+        tree = load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problem = yaml_problem(error) if isinstance(error, yaml.YAMLError) else error
+        raise ConfigError("--config", str(path), "a readable YAML file", f"{problem}.") from error
     if isinstance(tree, list) and all(isinstance(item, str) for item in tree):
         return tree
     if not isinstance(tree, dict):
@@ -133,15 +135,12 @@ def parse(text: str) -> Any:
     if "${" in text:
         inside = text[0] in "[{"
         return Unresolved(f"{text}, which refers to other settings inside a list") if inside else text
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
+    if text == "None":
+        return None
     try:
-        return None if text == "None" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # ValueError: for example a date that does not exist
-        return Unresolved(f"{text}, which is not a value of Hydra")
+        return float(text) if SCIENTIFIC.fullmatch(text) else load_yaml(text)
+    except yaml.YAMLError as error:
+        return Unresolved(f"{text} ({yaml_problem(error)})")
 
 
 def resolved(value: Any, key: str, known: Mapping[str, Any], environment: Mapping[str, str], depth: int = DEPTH) -> Any:

@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Tidemill does what one value of the setting means, and nothing else; `values` all mean that."""
+    """Tidemill can only do what `values` mean, all of which mean the same; without any, the setting is refused."""
 
     values: tuple[Any, ...]
     why: str
@@ -51,30 +51,23 @@ class LeftOut:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Never:
-    """The setting has no counterpart, whatever its value is."""
-
-    why: str
-
-
-Rule = Becomes | Part | Only | LeftOut | Never
+Rule = Becomes | Part | Only | LeftOut
 NUMBER, FLAG = (int, float), (bool,)
 
 
-def positive(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError("a whole number of at least 1")
-    return value
+def at_least(least: int, why: str = "") -> Callable[[Any], int]:
+    """A conversion of whole numbers from `least` on."""
 
+    def convert(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"a whole number of at least {least}{why}")
+        return value
 
-def group_size(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-        raise ValueError("a number of at least 2: an advantage is relative to the other responses of the group")
-    return value
+    return convert
 
 
 def single_file(value: Any) -> str:
+    """The file of a list of one."""
     names = value if isinstance(value, list) else [value]
     if len(names) != 1:
         raise ValueError("one file: put the rows of all files into one")
@@ -139,8 +132,8 @@ TOGETHER = "an engine is tensor-parallel only"
 
 CONVERTED: Mapping[str, Becomes | Part] = {
     "async_training.staleness_threshold": Part("asynchrony.staleness_threshold, asynchrony.max_staleness", NUMBER),
-    "async_training.trigger_parameter_sync_step": Becomes("asynchrony.trigger_parameter_sync_step", positive),
-    "async_training.require_batches": Becomes("asynchrony.require_batches", positive),
+    "async_training.trigger_parameter_sync_step": Becomes("asynchrony.trigger_parameter_sync_step", at_least(1)),
+    "async_training.require_batches": Becomes("asynchrony.require_batches", at_least(1)),
     "async_training.partial_rollout": Part("asynchrony.partial_rollout", FLAG),
     "async_training.concurrent_samples_per_replica": Becomes("rollout.concurrent_samples_per_replica"),
     "async_training.compute_prox_log_prob": Part("algorithm.old_log_prob", FLAG),
@@ -163,7 +156,7 @@ CONVERTED: Mapping[str, Becomes | Part] = {
         "trainer.precision",
         one_of({"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}),
     ),
-    f"{ACTOR}ppo_mini_batch_size": Becomes("trainer.ppo_mini_batch_size", positive),
+    f"{ACTOR}ppo_mini_batch_size": Becomes("trainer.ppo_mini_batch_size", at_least(1)),
     f"{ACTOR}ppo_max_token_len_per_gpu": Becomes("trainer.micro_batch_tokens"),
     f"{ACTOR}clip_ratio_low": Becomes("algorithm.clip_ratio_low"),
     f"{ACTOR}clip_ratio_high": Becomes("algorithm.clip_ratio_high"),
@@ -180,7 +173,9 @@ CONVERTED: Mapping[str, Becomes | Part] = {
     f"{ACTOR}optim.weight_decay": Becomes("trainer.weight_decay"),
     f"{ROLLOUT}prompt_length": Becomes("data.max_prompt_tokens"),
     f"{ROLLOUT}response_length": Becomes("rollout.max_new_tokens"),
-    f"{ROLLOUT}n": Becomes("rollout.group_size", group_size),
+    f"{ROLLOUT}n": Becomes(
+        "rollout.group_size", at_least(2, ": an advantage is relative to the other responses of the group")
+    ),
     f"{ROLLOUT}temperature": Becomes("rollout.temperature"),
     f"{ROLLOUT}dtype": Becomes("rollout.dtype", one_of({name: name for name in ("bfloat16", "float32", "auto")})),
     f"{ROLLOUT}tensor_model_parallel_size": Part("rollout.tensor_parallel_size"),
@@ -275,15 +270,12 @@ FIXED: Mapping[str, Only] = {
     f"{CORRECTION}rollout_is_batch_normalize": Only((False,), "weights are truncated, not normalised"),
     f"{CORRECTION}rollout_rs": Only((None,), "no token is rejected"),
     f"{CORRECTION}rollout_token_veto_threshold": Only((None,), "no token is rejected"),
-    "custom_reward_function.path": Only((None,), OWN_REWARD),
-    "reward.custom_reward_function.path": Only((None,), OWN_REWARD),
+    **{f"{place}custom_reward_function.path": Only((None,), OWN_REWARD) for place in ("", "reward.")},
     **{name: Only((None, {}), "write its settings one by one") for name in KWARGS},
     "reward_model.enable": Only((False, None), "rewards are functions"),
     "reward.reward_model.enable": Only((False,), "rewards are functions"),
     "reward.reward_manager.source": Only(("register",), OWN_REWARD),
-    "sandbox_fusion.url": Only((None,), SANDBOX),
-    "reward_model.sandbox_fusion.url": Only((None,), SANDBOX),
-    "reward.sandbox_fusion.url": Only((None,), SANDBOX),
+    **{f"{place}sandbox_fusion.url": Only((None,), SANDBOX) for place in ("", *REWARD_PLACES)},
     "trainer.resume_from_path": Only((None,), "a run resumes from its own checkpoints"),
     "trainer.checkpoint_callback_class": Only((None,), "a checkpoint calls no function of yours"),
     "trainer.use_v1": Only((False,), V1),
@@ -366,7 +358,7 @@ LEFT_OUT: Mapping[str, str] = {
     "only the V1 trainer reads it": "transfer_queue.*",
 }
 """The settings that are left out, by the reason; a star stands for any rest of the name."""
-NEVER: Mapping[str, str] = {
+REFUSED: Mapping[str, str] = {
     "groups without variance stay in their batch and cost nothing": "filter.*",
     TEMPLATE: "data.apply_chat_template_kwargs*",
     TEXT_ROWS: "data.image_* data.video_*",
@@ -385,7 +377,7 @@ RULES: Mapping[str, Rule] = {
     **{f"{name}.*": Part("rewards.N.options", kinds=()) for name in KWARGS},
     **FIXED,
     **{key: LeftOut(why) for why, keys in LEFT_OUT.items() for key in keys.split()},
-    **{key: Never(why) for why, keys in NEVER.items() for key in keys.split()},
+    **{key: Only((), why) for why, keys in REFUSED.items() for key in keys.split()},
 }
 UNLIKE = (
     "async_training.staleness_threshold async_training.trigger_parameter_sync_step async_training.partial_rollout "
