@@ -1,8 +1,8 @@
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tidemill.retry import wait_for
 from tidemill.tracking import metric_writer
 from tidemill.tracking.metric_writer import MetricWriter, Point, Spool, Unwritten
 
@@ -31,11 +31,8 @@ def points(count: int, first: int = 0) -> list[Point]:
     return [Point("loss", float(n), n, n) for n in range(first, first + count)]
 
 
-def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def wait_until(condition: Callable[[], bool]) -> None:
+    assert wait_for(condition, SOON, 0.01)
 
 
 def test_everything_arrives_in_order_and_in_batches(tmp_path: Path) -> None:

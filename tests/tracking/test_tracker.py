@@ -1,7 +1,6 @@
 import asyncio
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from tidemill.driver.observer import RunObserver
 from tidemill.errors import ConfigError, RunError
 from tidemill.observe.events import EventLog, Notice, read_events
 from tidemill.protocols import Evaluation
+from tidemill.retry import wait_for
 from tidemill.tracking.metric_writer import Unwritten
 from tidemill.tracking.mlflow_server import make_client, tracking_uri
 from tidemill.tracking.tracker import TrackedRun, Tracker
@@ -144,10 +144,7 @@ def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig,
     tracker = Tracker(run, mlflow_config.folder, retry_s=0.0)
     for step in (1, 2):
         tracker.log(step, {"loss": 1.0 / step})
-        deadline = time.monotonic() + 120
-        while tracker.writer.points or tracker.writer.in_flight:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert wait_for(lambda: not (tracker.writer.points or tracker.writer.in_flight), 120, 0.05)
     assert not tracker.finish("FINISHED")
     experiment = client.get_experiment_by_name(mlflow_config.tracking.experiment)
     [run] = client.search_runs([experiment.experiment_id])
