@@ -8,12 +8,11 @@ ended, or until the pod was last seen if that is unknown.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from tidemill.errors import StoreError
-from tidemill.kuberay.cluster import Object, seconds
+from tidemill.kuberay.cluster import Object, condition_of, seconds
 from tidemill.store.object_store import ObjectStore
 
 HOUR_S = 3600.0
@@ -59,7 +58,6 @@ class GpuUsage:
 
     @property
     def hours(self) -> float:
-        """GPU hours."""
         return sum(usage.gpus * (usage.end - usage.start) for usage in self.pods.values()) / HOUR_S
 
     def save(self, store: ObjectStore, run: str) -> None:
@@ -99,21 +97,14 @@ def gpus_of(pod: Object, gpu: str | None) -> int:
     """GPUs that a pod requests."""
     if gpu is None:
         return 0
-    return sum(int(limits_of(container).get(gpu, 0)) for container in pod["spec"].get("containers", ()))
-
-
-def limits_of(container: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Resource limits of a container."""
-    limits: Mapping[str, Any] = container.get("resources", {}).get("limits") or {}
-    return limits
+    resources = [container.get("resources") or {} for container in pod["spec"].get("containers", ())]
+    return sum(int((found.get("limits") or {}).get(gpu, 0)) for found in resources)
 
 
 def scheduled(pod: Object) -> float | None:
     """When a pod was assigned to a node, None before that."""
-    for condition in pod["status"].get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition["status"] == "True":
-            return seconds(condition["lastTransitionTime"])
-    return None
+    condition = condition_of(pod, "PodScheduled")
+    return seconds(condition["lastTransitionTime"]) if condition and condition["status"] == "True" else None
 
 
 def ended(pod: Object) -> float | None:

@@ -115,6 +115,11 @@ def name_of(obj: Object) -> str:
     return name
 
 
+def condition_of(obj: Object, kind: str) -> Mapping[str, str] | None:
+    """The condition of a type in the status of an object, None without one."""
+    return next((found for found in obj["status"].get("conditions") or () if found["type"] == kind), None)
+
+
 def seconds(time: str | None) -> float:
     """A Kubernetes timestamp in seconds since 1970; 0 for None."""
     return datetime.fromisoformat(time).timestamp() if time else 0.0

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from tidemill.driver.failure import PERMANENT_FAILURE
-from tidemill.kuberay.cluster import Object, labels_of, name_of, seconds
+from tidemill.kuberay.cluster import Object, condition_of, labels_of, name_of, seconds
 from tidemill.kuberay.submitter import driver_failure
 
 NODE_TYPE = "ray.io/node-type"
@@ -163,8 +163,7 @@ def waits_for(pod: Object, events: Sequence[Object]) -> Wait | None:
     """Why a pod does not run; None if it runs or has ended."""
     if pod["status"].get("phase") != "Pending":
         return None
-    conditions = {condition["type"]: condition for condition in pod["status"].get("conditions", ())}
-    scheduled = conditions.get("PodScheduled")
+    scheduled = condition_of(pod, "PodScheduled")
     if scheduled is not None and scheduled["status"] == "False":
         return unschedulable(pod, scheduled, events)
     since = seconds(pod["status"].get("startTime") or pod["metadata"]["creationTimestamp"])
@@ -237,11 +236,10 @@ def requests_of(pod: Object) -> str:
 
 def refused(job: Object, status: Mapping[str, Any], events: Sequence[Object], now: float) -> str | None:
     """Why the API server refuses the pods of the cluster: quota, pod security, a missing account or priority class."""
-    conditions = (status.get("rayClusterStatus") or {}).get("conditions") or ()
-    for condition in conditions:
-        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
-            age = now - seconds(condition["lastTransitionTime"])
-            return explain_refusal(condition["message"]) if age >= GRACE_S / 3 else None
+    condition = condition_of({"status": status.get("rayClusterStatus") or {}}, "ReplicaFailure")
+    if condition is not None and condition["status"] == "True":
+        age = now - seconds(condition["lastTransitionTime"])
+        return explain_refusal(condition["message"]) if age >= GRACE_S / 3 else None
     owners, created = (name_of(job), status.get("rayClusterName")), seconds(job["metadata"]["creationTimestamp"])
     for event in events:
         refusal = str(event.get("reason", "")).startswith("FailedToCreate")
@@ -288,7 +286,7 @@ def head_lost(status: Mapping[str, Any], pods: Sequence[Object], now: float) -> 
         last = container.get("lastState", {}).get("terminated")
         if last is not None and seconds(last.get("finishedAt")) > seconds(started):
             return f"the head's container {container['name']} ended and was restarted: {last.get('reason')}"
-    ready = next((c for c in head["status"].get("conditions", ()) if c["type"] == "Ready"), None)
+    ready = condition_of(head, "Ready")
     if ready is not None and ready["status"] != "True" and now - seconds(ready["lastTransitionTime"]) > HEAD_GRACE_S:
         return f"the head pod has not been ready for {HEAD_GRACE_S:.0f} s: {ready.get('reason', '')}"
     return None
@@ -302,9 +300,8 @@ def last_end(pod: Object) -> str | None:
 
 def is_ready(pod: Object) -> bool:
     """Whether a pod belongs to the Ray cluster and is ready."""
-    if NODE_TYPE not in labels_of(pod):
-        return False
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
+    ready = condition_of(pod, "Ready")
+    return NODE_TYPE in labels_of(pod) and ready is not None and ready["status"] == "True"
 
 
 def about(event: Object, obj: Object) -> bool:
