@@ -1,4 +1,4 @@
-"""A whole pipeline in the KFP local runner in seconds: training and scoring are stubs, everything else is real.
+"""A whole pipeline in the KFP local runner in seconds: training and evaluation are stubs, everything else is real.
 
 Every step is a process of its own, so Python loads the stubs at its start: `sitecustomize` on its path replaces
 the two modules that need Ray and vLLM.
@@ -57,14 +57,14 @@ def train(config, claim=None, *, score_last=False):
     return Summary(3, 0.25, None, 1.0, 1.0, 10.0, 0.1, 0.1, 1, None, None, uri, None, tracker.run_id,
                    samples=(Sample("w5 w6", "w9", None, "7"),))
 
-def score_model(config, path):
+async def evaluate_model(config, path):
     from tidemill.protocols import Answer, Evaluation
     assert (Path(path) / "config.json").is_file()
     value = config.trainer.learning_rate * 1000
     return Evaluation(0, value, (Answer("w5 w6", "w7", "7", value), Answer("w8", "w7", "9", value)), {})
 
 module("tidemill.driver.run", train=train)
-module("tidemill.rollout.scoring", score_model=score_model)
+module("tidemill.rollout.offline", evaluate_model=evaluate_model)
 '''
 
 

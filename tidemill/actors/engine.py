@@ -177,11 +177,11 @@ class ScorerActor:
         """Answers once the actor is placed."""
 
     async def score(self, model: str) -> Evaluation:
-        """Bring the model to this pod and answer the held-out prompts; see `scoring.answer_held_out`."""
-        from tidemill.rollout.scoring import answer_held_out
+        """Fetch the model to this pod and evaluate it there."""
+        from tidemill.rollout.offline import evaluate_model
 
         with TemporaryDirectory(prefix="tidemill-model-") as folder:
-            return await answer_held_out(self.config, Locator.of(self.config).fetch_model(model, Path(folder)).path)
+            return await evaluate_model(self.config, Locator.of(self.config).fetch_model(model, Path(folder)).path)
 
 
 async def score_remotely(config: RunConfig, model: str) -> Evaluation:

@@ -199,7 +199,7 @@ def generate(
     from tidemill.config.address import TRACKING, is_tracking
     from tidemill.config.storage import StoreConfig
     from tidemill.models.locate import Locator
-    from tidemill.rollout.generate import generate_text
+    from tidemill.rollout.offline import generate_text
 
     folder = Path(output).resolve()
     if tracking and not is_tracking(tracking):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import shutil
@@ -113,10 +114,10 @@ def train_here(config: RunConfig, *, score_last: bool = False) -> Summary:
 
 def score(config: RunConfig, model: str) -> Evaluation:
     """Greedy answers of any model to the held-out prompts of a run, from an engine in this process."""
-    from tidemill.rollout.scoring import score_model
+    from tidemill.rollout.offline import evaluate_model
 
     with TemporaryDirectory(prefix="tidemill-model-") as folder:
-        return score_model(config, Locator.of(config).fetch_model(model, Path(folder)).path)
+        return asyncio.run(evaluate_model(config, Locator.of(config).fetch_model(model, Path(folder)).path))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Scores outside of a run, which replace their engine when it dies."""
+"""Evaluation outside of a run, where a single engine is replaced when it dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidemill.errors import EngineError
 from tidemill.protocols import Evaluation
 from tidemill.records import EngineId
 from tidemill.rollout.evaluator import Evaluator
-from tidemill.rollout.single_engine import SingleEngine
+from tidemill.rollout.offline import SingleEngine
 
 pytestmark = pytest.mark.own_time
 
@@ -29,7 +29,7 @@ class Engines:
         self.made.append(Runner(self, len(self.made)))
         return self.made[-1]
 
-    async def score(self) -> Evaluation:
+    async def evaluate(self) -> Evaluation:
         engine = SingleEngine(self.make)
         await engine.start()
         evaluator = Evaluator(run_config(), held_out(), engine.pool, LengthReward(), decode)
@@ -52,18 +52,18 @@ class Runner(CrashingMember):
 
 async def test_a_prompt_that_kills_its_engine_is_skipped_and_every_engine_is_ended() -> None:
     engines = Engines({0, 4})
-    score = await engines.score()
+    score = await engines.evaluate()
     assert ([answer.expected for answer in score.answers], score.skipped) == (list("1235"), {"kills_engine": 2})
     assert len(engines.made) <= 2 * 3 + 1
     assert [engine.shut for engine in engines.made] == [1] * len(engines.made)
 
 
-async def test_an_engine_that_does_not_come_up_again_ends_the_score_with_its_reason() -> None:
+async def test_a_replacement_that_does_not_start_ends_the_evaluation_with_its_reason() -> None:
     with pytest.raises(EngineError, match="no memory"):
-        await Engines({3}, last=1).score()
+        await Engines({3}, last=1).evaluate()
 
 
-async def test_engines_that_are_dead_before_they_are_asked_are_not_started_for_ever() -> None:
+async def test_engines_that_die_at_once_are_not_replaced_for_ever() -> None:
     engines = Engines(())
 
     class DeadOnArrival(Runner):
@@ -72,4 +72,4 @@ async def test_engines_that_are_dead_before_they_are_asked_are_not_started_for_e
 
     engines.make = lambda: engines.made.append(DeadOnArrival(engines, len(engines.made))) or engines.made[-1]  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(EngineError, match="3 engines in a row died without finishing a request: engine 2 is dead"):
-        await engines.score()
+        await engines.evaluate()
