@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tidemill.errors import ConfigError
 from tidemill.verl.hydra import Unresolved, read_settings
 
-ENVIRONMENT = {"HOME": "/home/me", "N": "3"}
+ENVIRONMENT = {"HOME": "/home/me", "N": "3", "CIRCLE": "x${oc.env:CIRCLE}"}
 
 
 def settings(*overrides: str, config: Path | None = None) -> dict[str, Any]:
@@ -71,7 +71,18 @@ def test_references_to_single_settings_are_resolved(text: str, value: object) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["${now:%H}", "${a.y}", "${trainer}", "${oc.env:M}", "${a.b}", "${a.c}", "[${a.x}]", "${a", "${oc.select:data,1}"],
+    [
+        "${now:%H}",
+        "${a.y}",
+        "${trainer}",
+        "${oc.env:M}",
+        "a${oc.env:CIRCLE}",
+        "${a.b}",
+        "${a.c}",
+        "[${a.x}]",
+        "${a",
+        "${oc.select:data,1}",
+    ],
 )
 def test_what_only_hydra_could_tell_is_unresolved(text: str) -> None:
     assert isinstance(settings(f"a.b={text}", "a.x=7", "a.c=${a.b}")["a.b"], Unresolved)

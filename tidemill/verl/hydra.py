@@ -160,13 +160,16 @@ def resolved(value: Any, key: str, known: Mapping[str, Any], environment: Mappin
     if depth == 0:
         return Unresolved(f"{value}, which refers to itself")
     text = value
-    while match := REFERENCE.search(text):
+    for _ in range(DEPTH):
+        match = REFERENCE.search(text)
+        if match is None:
+            break
         found = referred(match[1], key, known, environment, depth - 1)
         if isinstance(found, Unresolved) or match[0] == text:
             return found
         text = text[: match.start()] + str(found) + text[match.end() :]
     if "${" in text:
-        return Unresolved(f"{value}, which is not a reference")
+        return Unresolved(f"{value}, which has more than references")
     return environment["HOME"] + text[1:] if text.startswith("~/") and "HOME" in environment else text
 
 
