@@ -13,7 +13,7 @@ PREFIX = "runs/a/attempts/1/events"
 
 
 class AwayStore(ObjectStore):
-    """Does not answer a put until told; the first such put is made all the same, and its answer lost."""
+    """Fails puts until `back` is set; the first one is stored, but its answer is lost."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store.client, store.endpoint, store.bucket)
@@ -73,7 +73,7 @@ def test_nothing_is_lost_or_doubled_while_the_store_is_away(seaweedfs: ObjectSto
     with writer(away, path):
         assert away.tried.wait(60)
         first = JournalReader(seaweedfs, PREFIX)
-        assert first.read() == b"before\n"  # it had arrived, whatever the writer was told
+        assert first.read() == b"before\n"  # stored, although its answer was lost
         append(path, "meanwhile\n")
         away.back.set()
     assert first.read() == b"meanwhile\n"

@@ -35,7 +35,7 @@ def test_an_older_attempt_loses_the_lease_and_commits_nothing_more(seaweedfs: Ob
 
 
 class Rank(RankActor):
-    """A trainer rank whose store is given."""
+    """A trainer rank with a given store."""
 
     bucket: ObjectStore
 

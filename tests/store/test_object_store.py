@@ -194,7 +194,7 @@ def test_a_bad_address_is_refused(url: str) -> None:
 
 @contextmanager
 def flaky_proxy(target: str, budgets: list[int]) -> Iterator[str]:
-    """Passes connections on, and cuts the answer of the n-th one after `budgets[n]` bytes."""
+    """Forwards connections, and cuts the answer of the n-th one after `budgets[n]` bytes."""
     host, port = target.removeprefix("http://").split(":")
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(300)
@@ -241,7 +241,7 @@ def test_a_broken_download_resumes(seaweedfs: ObjectStore, seaweedfs_server: Ser
 
 @contextmanager
 def silent_server(heard: list[bytes]) -> Iterator[str]:
-    """Takes every request and never answers one."""
+    """Accepts requests and answers none."""
     listener, taken = socket.create_server(("127.0.0.1", 0)), []
 
     def serve() -> None:

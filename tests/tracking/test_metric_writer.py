@@ -10,7 +10,7 @@ SOON = 60.0
 
 
 class Sink:
-    """Takes points, unless it is down; `stuck` blocks until released."""
+    """Accepts points, unless it is down; blocks while `free` is not set."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []

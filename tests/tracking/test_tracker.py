@@ -124,8 +124,8 @@ def test_an_unreachable_server_is_a_setting_to_fix(mlflow_config: RunConfig, mon
         Tracker.start(mlflow_config.model_copy(update={"tracking": tracking}))
 
 
-class Forgetful:
-    """A client of a server that goes away at its n-th call and is back at the next."""
+class FlakyClient:
+    """A client of a server that fails the n-th call and answers the next one."""
 
     def __init__(self, client: Any, away_at: int) -> None:
         self.client, self.left = client, away_at
@@ -140,7 +140,7 @@ class Forgetful:
 @pytest.mark.parametrize("away_at", [1, 3, 4, 6])
 def test_one_run_is_made_whenever_the_server_goes_away(mlflow_config: RunConfig, away_at: int) -> None:
     client = make_client(tracking_uri(mlflow_config))
-    run = TrackedRun(Forgetful(client, away_at), mlflow_config, None)
+    run = TrackedRun(FlakyClient(client, away_at), mlflow_config, None)
     tracker = Tracker(run, mlflow_config.folder, retry_s=0.0)
     for step in (1, 2):
         tracker.log(step, {"loss": 1.0 / step})

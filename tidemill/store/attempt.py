@@ -2,7 +2,7 @@
 
 runs/NAME/attempts/2/events/000000004096.jsonl      segments of growing files, by the offset of the first byte
 runs/NAME/attempts/2/log/000000000000.txt
-runs/NAME/attempts/2/stop.json                      asks the attempt to end after the current step
+runs/NAME/attempts/2/stop.json                      asks the attempt to stop after the current step
 runs/NAME/attempts/2/summary.json, evaluation.json  its results; or failure.json
 runs/NAME/attempts/2/verdict.txt                    why no other attempt follows
 """
@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def stop(self) -> str:
-        """Request to end; see `ask_to_stop`."""
+        """Request to stop; see `ask_to_stop`."""
         return f"{self.prefix}/stop.json"
 
     @property
@@ -60,15 +60,15 @@ class Attempt:
 
     @property
     def verdict(self) -> str:
-        """Reason why no attempt follows this one, in words, if its watcher has decided so."""
+        """Reason why no attempt follows this one, in words, if the watcher has decided this."""
         return f"{self.prefix}/verdict.txt"
 
     def ask_to_stop(self, store: ObjectStore, reason: str) -> None:
-        """Ask the attempt to end after the current step."""
+        """Ask the attempt to stop after the current step."""
         store.put_bytes(self.stop, json.dumps({"reason": reason}).encode())
 
     def asked_to_stop(self, store: ObjectStore) -> str | None:
-        """The reason of a request to end, or None without one.
+        """The reason of a request to stop, or None without one.
 
         Raises:
             StoreError: the store cannot be reached, or `ask_to_stop` did not write the object.
