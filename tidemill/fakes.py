@@ -1,8 +1,7 @@
-"""Stand-ins for the seams of a run: for tests, simulation and dry runs.
+"""A stand-in for an engine: for tests, simulation and dry runs.
 
-`FakeEngine` generates like an engine, without a model: tokens are a deterministic function of the prompt, the seed,
-the policy version and the position, one decoding step at a time, so that weight updates, aborts and faults can hit
-a generation midway.
+`FakeEngine` generates without a model: tokens are a deterministic function of the prompt, the seed, the policy version
+and the position, one decoding step at a time, so that weight updates, aborts and faults can hit a generation midway.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ Script = Callable[[Int32Array, int, int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong for the requests of one occurrence.
+    """A fault in the requests of one occurrence.
 
     Attributes:
         kind: "error" raises EngineError, "hang" never returns, "abort" returns early with that reason, "empty"
-            returns no tokens, "straggle" stays at the first token until the next weight update: until it has come, or
-            in mode "wait" until it is asked for.
-        times: how many requests are hit before it works; None is all of them.
+            returns no tokens, "straggle" stays at the first token until the next weight update has finished, or in mode
+            "wait" has started.
+        times: how many requests fail before one works; None is all of them.
     """
 
     kind: FaultKind
@@ -40,8 +39,8 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Sample:
-    """One response under way."""
+class FakeSample:
+    """One response in progress."""
 
     length: int
     token_ids: list[int] = field(default_factory=list)
@@ -57,7 +56,7 @@ class FakeEngine:
         lengths: shortest and longest response in tokens; each sample's length is drawn in between, `max_tokens` caps.
         token_delay_s: time of one decoding step; 0 only yields to the event loop.
         faults: by occurrence, where a request id is `UID.N` as the rollouter writes it.
-        refused: versions whose weights never arrive whole: `update_weights` fails, and the old version goes on.
+        refused: versions whose update fails; the engine keeps the old version.
         script: `(prompt_ids, version, sample) -> tokens` in place of the drawn response; its version is the one at
             the start of the request.
     """
@@ -90,7 +89,7 @@ class FakeEngine:
         self.requests: list[tuple[str, Sampling]] = []
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        """Sample one decoding step at a time; see `protocols.Engine.generate`."""
+        """Sample one decoding step at a time, see `protocols.Engine.generate`."""
         await self._open.wait()
         self._check_alive()
         self.requests.append((request_id, sampling))
@@ -113,8 +112,8 @@ class FakeEngine:
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         """Sample from `update.version` from now on.
 
-        "wait" admits nothing and lets what runs finish first; "keep" and "abort" switch between two decoding steps,
-        which looks the same from outside.
+        "wait" admits no request and lets the running ones finish first; "keep" and "abort" switch between two decoding
+        steps, which looks the same from outside.
         """
         self._check_alive()
         async with self._updating:
@@ -137,12 +136,10 @@ class FakeEngine:
         return np.full(max(0, len(token_ids) - 1), -math.log(self._vocab), dtype=np.float32)
 
     async def version(self) -> int:
-        """The version that new tokens are sampled from."""
         self._check_alive()
         return self._version
 
     async def stats(self) -> Mapping[str, float]:
-        """The keys of `protocols.Engine.stats`."""
         return {
             "running": float(len(self._running)),
             "waiting": 0.0,
@@ -151,7 +148,7 @@ class FakeEngine:
         }
 
     async def shutdown(self) -> None:
-        """Fail what is in flight and all that follows."""
+        """Fail the requests in flight and all later calls."""
         self._dead = True
         for aborted in self._running.values():
             aborted.set()
@@ -183,12 +180,12 @@ class FakeEngine:
         cut = aborted.is_set() or fault == "abort"
         return [self._finish(sample, sampling, cut) for sample in samples]
 
-    def _begin(self, prompt_ids: Int32Array, sampling: Sampling, n: int) -> Sample:
+    def _begin(self, prompt_ids: Int32Array, sampling: Sampling, n: int) -> FakeSample:
         shortest, longest = self._lengths
         drawn = shortest + self._draw(prompt_ids, sampling.seed, n, "length") % (longest - shortest + 1)
-        return Sample(length=min(drawn, sampling.max_tokens))
+        return FakeSample(length=min(drawn, sampling.max_tokens))
 
-    def _scripted(self, prompt_ids: Int32Array, samples: list[Sample]) -> list[Sequence[int]]:
+    def _scripted(self, prompt_ids: Int32Array, samples: list[FakeSample]) -> list[Sequence[int]]:
         if self._script is None:
             return []
         scripts = [self._script(prompt_ids, self._version, n) for n in range(len(samples))]
@@ -205,7 +202,7 @@ class FakeEngine:
         text = repr((self._seed, *key)).encode()
         return int.from_bytes(hashlib.blake2b(prompt_ids.tobytes() + text, digest_size=8).digest(), "little")
 
-    def _finish(self, sample: Sample, sampling: Sampling, cut: bool) -> Completion:
+    def _finish(self, sample: FakeSample, sampling: Sampling, cut: bool) -> Completion:
         reason: FinishReason = "length" if len(sample.token_ids) >= sampling.max_tokens else "stop"
         if cut and len(sample.token_ids) < sample.length:
             reason = "abort"
@@ -231,7 +228,7 @@ class FakeEngine:
 
 
 async def first_of(*events: asyncio.Event) -> None:
-    """Wait until one of them is set."""
+    """Wait until one of the events is set."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

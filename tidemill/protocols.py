@@ -1,7 +1,7 @@
-"""The seams of a run: what each part may ask of the others.
+"""The interfaces between the parts of a run.
 
-Each protocol has a real implementation (named beside it) and a stand-in in `tidemill.fakes`; both pass the same
-contract suite in `tests/contracts`. Everything here is asynchronous, because every call may cross a process.
+Each docstring names the real implementation. The stand-ins are in `tidemill.fakes`; both pass the same contract suite
+in `tests/contracts`. All methods are asynchronous, because every call may cross a process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sampling:
         temperature: 0 is greedy.
         seed: makes the samples reproducible on an otherwise idle engine; None draws from the engine's state.
         stop: strings that end a sample.
-        priority: requests of a lower one are served first where an engine has no room for all.
+        priority: an engine without room for all requests serves those of the lowest value first.
     """
 
     n: int
@@ -60,20 +60,20 @@ class Engine(Protocol):
     """Generates tokens with one version of the policy: `inference.engine.VllmEngine`."""
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        """Sample `sampling.n` completions, in order. An aborted request returns what it has, reason "abort".
+        """Sample `sampling.n` completions, in order. An aborted request returns the tokens so far, reason "abort".
 
         Raises:
             EngineLostError: the engine is dead.
-            EngineError: it refuses the request (a prompt longer than its context).
+            EngineError: the engine refuses the request, for example a prompt longer than its context.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests now; unknown ones are ignored, because they may just have finished."""
+        """End these requests now; unknown ones are ignored, because they may have finished."""
         ...
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        """Pause, load, label with the version, resume; on failure the engine is resumed all the same.
+        """Pause, load, label with the version, resume. After a failure the engine resumes too, if it holds one version.
 
         Raises:
             SyncError: the weights did not arrive whole.
@@ -82,7 +82,7 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
-        """`[T-1]` natural log-probs of `token_ids[1:]` given what stands before each, at temperature 1."""
+        """`[T-1]` natural log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1."""
         ...
 
     async def version(self) -> int:
@@ -94,7 +94,7 @@ class Engine(Protocol):
         ...
 
     async def stats(self) -> Mapping[str, float]:
-        """`running` and `waiting` requests, `generated_tokens` so far, `rss_bytes` of engine and children."""
+        """`running` and `waiting` requests, `generated_tokens` so far, `rss_bytes` of the engine and its children."""
         ...
 
     async def shutdown(self) -> None:
@@ -104,7 +104,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delivery(Generic[Ref]):
-    """A group in the queue: its header and its payload (`Group.to_bytes`), or where that is."""
+    """A group in the queue: its header and its payload (`Group.to_bytes`), or a reference to the payload."""
 
     header: GroupHeader
     payload: Ref
@@ -117,8 +117,8 @@ class Lease(Generic[Ref]):
     Attributes:
         lease_id: names the lease in `acknowledge` and `release`.
         deliveries: ordered by uid.
-        swept: uids removed because they exceed the staleness bound; the consumer has them issued again.
-        ended: the queue is closed and nothing is left behind this lease.
+        swept: uids removed because they exceed the staleness bound; the consumer reissues them.
+        ended: the queue is closed, and no group follows this lease.
     """
 
     lease_id: int
@@ -147,7 +147,7 @@ class Queue(Protocol[Ref]):
         ...
 
     async def acknowledge(self, lease_id: int) -> None:
-        """The groups of this lease are trained; forget them."""
+        """Forget the groups of this lease, which are trained."""
         ...
 
     async def release(self, lease_id: int) -> None:
@@ -155,7 +155,7 @@ class Queue(Protocol[Ref]):
         ...
 
     async def close(self) -> None:
-        """No group will follow. Displaces nothing and wakes every waiter."""
+        """End the data: no group will follow. Displaces nothing and wakes every waiting call."""
         ...
 
     async def stats(self) -> Mapping[str, float]:
@@ -165,7 +165,7 @@ class Queue(Protocol[Ref]):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One held-out prompt and what the policy said."""
+    """One held-out prompt and the answer of the policy."""
 
     prompt: str
     response: str
@@ -175,10 +175,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Held-out score of one policy version; greedy, one answer a prompt.
+    """Held-out score of one policy version, from one greedy answer per prompt.
 
     Attributes:
-        version: the one version that all answers were sampled from, start to end.
+        version: that every token of all answers was sampled from.
         score: mean reward.
         answers: one per prompt, in the order of the data.
         skipped: prompts left out, by reason: `too_long`, `reward_error`, `reward_timeout`, `kills_engine`.
@@ -191,16 +191,16 @@ class Evaluation:
 
     @property
     def left_out(self) -> str:
-        """What the score says nothing of, in words; "" if nothing."""
+        """The skipped prompts in words; "" if there are none."""
         counted = ", ".join(f"{number} {reason}" for reason, number in sorted(self.skipped.items()))
-        return f"held-out prompts without an answer, which the score leaves out: {counted}" if counted else ""
+        return f"held-out prompts without an answer, which the score does not include: {counted}" if counted else ""
 
 
 def evaluation_from_json(text: str) -> Evaluation | None:
-    """Read a score that was written as JSON; `null` says that there is none.
+    """Read a score that was written as JSON; `null` is no score.
 
     Raises:
-        DataError: it is something else.
+        DataError: the text is not a score.
     """
     try:
         tree = json.loads(text)
@@ -213,33 +213,33 @@ class Generation(Protocol):
     """The rollout side as the trainer sees it: `rollout.rollouter.Rollouter`."""
 
     async def begin_version(self, version: int) -> None:
-        """The engines now sample from `version`: admit more, cancel what became too old."""
+        """The engines now sample from `version`: cancel groups that became too old, admit more."""
         ...
 
     async def mark_trained(self, uids: Sequence[int]) -> None:
-        """These occurrences are in the parameters now."""
+        """Count these occurrences as trained: the parameters contain them now."""
         ...
 
     async def reissue(self, uids: Sequence[int], reason: str) -> None:
-        """These groups were dropped on the way; count them and generate them again."""
+        """Count these groups as dropped for `reason` and generate them again."""
         ...
 
     async def ledger_state(self) -> Mapping[str, object]:
-        """JSON value from which `Ledger.restore` goes on after a restart."""
+        """JSON value from which `Ledger.restore` continues after a restart."""
         ...
 
     async def evaluate(self, version: int, engine: EngineId | None = None) -> Evaluation:
-        """Score the held-out prompts with the engines' present weights, or with those of one engine that is set aside.
+        """Score the held-out prompts with the present weights of the engines, or of one engine that is set aside.
 
         Raises:
-            EngineLostError: that engine is lost.
+            EngineLostError: the engine that is set aside is lost.
         """
         ...
 
     async def loads(self) -> Loads:
-        """Requests in flight since the last call, for the run's timeline."""
+        """Changes of the requests in flight since the last call, for the run's timeline."""
         ...
 
     async def stats(self) -> Mapping[str, float]:
-        """Counters and ratios since the last call: see `docs/metrics.md`."""
+        """Counters and ratios since the last call, see `docs/metrics.md`."""
         ...

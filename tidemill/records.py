@@ -1,4 +1,4 @@
-"""What crosses a boundary between two parts of a run.
+"""The data that crosses a boundary between two parts of a run.
 
 Worked example: the prompt "Compute 3 + 4." is dispatched as occurrence 17; its group holds two rollouts
 
@@ -10,7 +10,7 @@ Worked example: the prompt "Compute 3 + 4." is dispatched as occurrence 17; its 
         ),
     )
 
-The second rollout met a weight update after its first token. `group.age(5)` is 1, that of its oldest tokens.
+The second rollout got a weight update after its first token. `group.age(5)` is 1, the age of its oldest tokens.
 
 Arrays are numpy (int32 ids, float32 log-probs); on the wire a group is one safetensors blob, which cannot carry code.
 """
@@ -33,7 +33,7 @@ from tidemill.errors import DataError
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
-Buffer: TypeAlias = "bytes | NDArray[np.uint8]"  # an encoded group, also where it lies in shared memory
+Buffer: TypeAlias = "bytes | NDArray[np.uint8]"  # an encoded group, in memory of this process or in shared memory
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -49,7 +49,7 @@ class EngineId:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One occurrence of one dataset row: row 3 in the second epoch is another occurrence than in the first.
+    """One occurrence of a dataset row: row 3 occurs once in every epoch, each time as another prompt.
 
     Attributes:
         uid: ordinal of the occurrence in the prompt stream, unique in a run and stable over restarts.
@@ -79,7 +79,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine returns for one sample: tokens in, tokens out.
+    """One sample of an engine: tokens in, tokens out.
 
     Attributes:
         token_ids: `[R]` int32, the sampled tokens, end-of-sequence token included.
@@ -221,7 +221,7 @@ class Group:
 
     @classmethod
     def from_bytes(cls, blob: Buffer) -> Group:
-        """Decode what `to_bytes` wrote; the group keeps nothing of `blob`, which may be shared memory.
+        """Decode the result of `to_bytes`; the group keeps no reference to `blob`, which may be shared memory.
 
         Raises:
             DataError: the blob is not an encoded group.
@@ -236,7 +236,7 @@ class Group:
 
 
 def check_aligned(token_ids: Int32Array, log_probs: Float32Array, versions: Sequence[VersionSpan]) -> None:
-    """Refuse arrays whose lengths differ and spans that do not cover the tokens exactly.
+    """Refuse arrays of different lengths, and spans that do not cover the tokens exactly.
 
     Raises:
         DataError: naming both values.
@@ -253,13 +253,13 @@ def check_aligned(token_ids: Int32Array, log_probs: Float32Array, versions: Sequ
 
 
 def concatenate(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-    """Concatenate, also of nothing; the dtype is enforced because it is the wire format."""
+    """Concatenate any number of arrays; the dtype is that of the wire format."""
     joined: NDArray[Any] = np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
     return joined
 
 
 def rollout_header(rollout: Rollout) -> dict[str, Any]:
-    """The JSON part of a rollout; arrays travel apart."""
+    """The JSON part of a rollout, without its arrays."""
     return {
         "length": len(rollout.token_ids),
         "versions": [asdict(span) for span in rollout.versions],

@@ -1,4 +1,4 @@
-"""Tasks that end together."""
+"""Tasks of which a failure cancels all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """An `asyncio.TaskGroup` whose first failure is raised as it is, with the remote traceback it may have as cause."""
+    """An `asyncio.TaskGroup` that raises its first failure itself, with its cause, instead of an exception group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks

@@ -262,7 +262,7 @@ def test_run_trains_to_its_end(trained: Trained) -> None:
 
 def test_pods_are_waited_for_and_named(trained: Trained) -> None:
     phases = [event.name for event in trained.events if isinstance(event, PhaseStarted)]
-    assert any("brought to each pod" in phase for phase in phases)
+    assert any("downloaded by each pod" in phase for phase in phases)
 
 
 def test_every_pod_but_the_head_has_the_model_on_its_disk(trained: Trained) -> None:

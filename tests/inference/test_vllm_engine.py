@@ -224,6 +224,9 @@ class Stuck:
     async def resume_generation(self) -> None:
         await asyncio.sleep(60 if self.step == "resume" else 0)
 
+    async def collective_rpc(self, method: str) -> list[int | None]:
+        return [0]
+
 
 @pytest.mark.parametrize("step", ["load", "resume"])
 async def test_an_engine_that_does_not_load_or_resume_in_time_is_lost(tmp_path: Path, step: str) -> None:

@@ -265,4 +265,4 @@ def test_skipped_prompts_of_a_score_are_reported_once(mlflow_config: RunConfig, 
     tracker.finish("FINISHED")
     assert history(tracker, "evaluation/skipped/kills_engine") == [(1, 1.0), (2, 1.0)]
     [notice] = [event.text for event in read_events(tmp_path / "events.jsonl") if isinstance(event, Notice)]
-    assert notice == "held-out prompts without an answer, which the score leaves out: 1 kills_engine, 2 too_long"
+    assert notice == "held-out prompts without an answer, which the score does not include: 1 kills_engine, 2 too_long"

@@ -55,7 +55,7 @@ PLACE_TIMEOUT_S = 60.0  # to find places for the actors, besides their own start
 UPLOAD_TIMEOUT_S = 3600.0
 SHOWN_SAMPLES = 5
 LOG = logging.getLogger(__name__)
-# Of a step, as the summary names them; they do not overlap. `evaluate` there is the pipeline's step.
+# Phases of a step, under their names in the summary; they do not overlap. `evaluate` is a step of the pipeline there.
 PHASES = {
     "get_groups": "get_groups",
     "update_actor": "update_actor",
@@ -73,11 +73,11 @@ def train(
     Args:
         config: of the run.
         stop: ends it early, with a checkpoint and an exported model.
-        claim: to the run's lease, without which nothing is written to the store; None needs none.
-        score_last: ask the last version the held-out prompts too, where no step of a pipeline asks the exported model.
+        claim: to the run's lease, which is required to write to the store; None writes without a lease.
+        score_last: score the last version on the held-out prompts too; in a pipeline a later step scores the model.
 
     Raises:
-        TidemillError: what went wrong, with the traceback of the worker it happened in.
+        TidemillError: a part of the run failed; the traceback of its worker is the cause.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     model = None if has_own_pods(config) else fetch_model(config)
@@ -106,7 +106,7 @@ class Parts:
 
 
 async def attempt(what: str, work: Awaitable[None]) -> None:
-    """Await a part of the cleaning up; a failure is logged, because it must not hide why the run ends."""
+    """Await one step of the clean-up; a failure is logged, because it must not hide why the run ends."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await work
@@ -116,7 +116,12 @@ async def attempt(what: str, work: Awaitable[None]) -> None:
 
 @dataclass(slots=True)
 class Run:
-    """The schedule of one attempt; `model` is None where every pod brings its own."""
+    """The schedule of one attempt at a run.
+
+    Attributes:
+        model: None if every pod downloads the model itself.
+        upload: of a checkpoint, while it is under way.
+    """
 
     config: RunConfig
     model: LocalModel | None
@@ -131,7 +136,7 @@ class Run:
     timings: Timings = field(default_factory=Timings)
 
     async def train(self) -> Summary:
-        """Start the parts, train, commit, export; the parts are freed whatever happens."""
+        """Start the parts, train, commit, export; the parts are always freed."""
         started = time.monotonic()
         with open_store(self.config.store, self.config.output) as store, MemoryMeter() as memory:
             restart = find_restart(self.config, Checkpoints(store, self.config.name, self.config.checkpoint.keep))
@@ -160,7 +165,7 @@ class Run:
         """Place all actors; engines and trainer load at the same time."""
         config, path = self.config, str(self.model.path) if self.model else None
         await wait_for_pods(config, observer.phase)
-        source = self.model.source if self.model else "brought to each pod"
+        source = self.model.source if self.model else "downloaded by each pod"
         engines_of_run = counted(config.rollout.engines, "engine")
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
@@ -207,7 +212,7 @@ class Run:
     def make_trainer(
         self, parts: Parts, observer: RunObserver, restart: Restart | None, before: Evaluation | None
     ) -> Trainer:
-        """The trainer, with a commit that uploads while training goes on."""
+        """Make the trainer, whose commit uploads while training goes on."""
 
         async def commit(position: Position) -> None:
             await self.settle()
@@ -257,20 +262,20 @@ class Run:
         return after
 
     async def close(self, parts: Parts) -> None:
-        """Free the parts; a checkpoint that is on its way arrives first, so that who goes on loses less."""
+        """Free the parts. A checkpoint under way is stored first, so that the next attempt repeats less."""
         try:
             await attempt("storing the checkpoint under way", self.settle())
         finally:
             await parts.close()
 
     async def settle(self) -> None:
-        """Wait for the upload under way; its failure is the run's.
+        """Wait for the upload under way; its failure fails the run.
 
         Raises:
             RunError: it takes longer than `upload_timeout_s`.
             StoreError: it failed.
         """
-        upload, self.upload = self.upload, None  # told once, also where it failed and the run is closed for that
+        upload, self.upload = self.upload, None  # reported once, also when its failure closes the run
         if upload is None:
             return
         try:
@@ -290,7 +295,7 @@ class Run:
         memory: MemoryMeter,
         total_seconds: float,
     ) -> Summary:
-        """What the run's folder and the next steps of the pipeline are told."""
+        """The summary for the run's folder and the next steps of the pipeline."""
         position, metrics = trainer.position, observer.steps.result()
         return Summary(
             steps=position.step,
@@ -318,18 +323,18 @@ class Run:
 
 
 def peak_memory(config: RunConfig, memory: MemoryMeter) -> int | None:
-    """Bytes of all processes; None where Ray is not of this run, because the meter sees what this process started."""
+    """Bytes of all processes; None if another process started Ray, because the meter sees only child processes."""
     return memory.peak_bytes if config.cluster.provider == "local" else None
 
 
 def elasticity(config: RunConfig) -> Elasticity | None:
-    """What moves the number of engines, where `kubernetes.max_engines` lets it."""
+    """The rule for the number of engines; None where `kubernetes.max_engines` keeps it fixed."""
     smallest, largest = config.rollout.engines, config.kubernetes.max_engines
     return Elasticity(smallest, largest) if largest is not None and largest > smallest else None
 
 
 def make_transport(config: RunConfig, ranks: RemoteRanks, store: ObjectStore, claim: Claim | None) -> Transport:
-    """The trainer's side of `sync.transport`."""
+    """The transport of `sync.transport`."""
     if config.sync.transport == "object_store":
         fence = Fence(store, config.name, claim) if claim else None
         return ObjectStoreTransport(ranks, store, weights_prefix(config.name), fence)
@@ -340,7 +345,7 @@ async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]], place_time
     """Wait until all of `parts` have loaded.
 
     Raises:
-        RunError: not within `rollout.start_timeout_s`, for example because the cluster has no place for an actor.
+        RunError: not within `rollout.start_timeout_s`, for example because the cluster has no room for an actor.
     """
     limit = config.rollout.start_timeout_s + place_timeout_s
     try:
@@ -354,7 +359,7 @@ async def loaded(config: RunConfig, parts: Sequence[Awaitable[None]], place_time
 
 
 def samples(before: Evaluation | None) -> tuple[Sample, ...]:
-    """Held-out prompts to show, with the first policy's answers."""
+    """A few held-out prompts with the answers of the first policy."""
     if before is None:
         return ()
     shown = (shortened(answer) for answer in before.answers[:SHOWN_SAMPLES])

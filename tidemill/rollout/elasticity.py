@@ -1,15 +1,15 @@
-"""Whether a run wants one engine more or one less. Pure arithmetic.
+"""The rule for adding or retiring an engine. Pure arithmetic.
 
-Notation: with n engines a version takes as long as the slower side; the trainer waits for groups for a share t of it,
-and for a share r nothing is generated, because generation is as far ahead as it may be. Generation is then busy for
-1 - r, and with one engine less would be for (1 - r) n / (n - 1).
+With n engines a version takes as long as the slower side. The trainer waits for groups for a share t of this time. For
+a share r generation is idle, because it is as far ahead as it may be. So generation is busy for the share 1 - r, and
+with one engine less it would be busy for (1 - r) n / (n - 1).
 
-grow: t >= `GROW_AT`, since the trainer waits.
-shrink: (1 - r) n / (n - 1) <= `HEADROOM`, so that generation will not become the slower side.
+grow: t >= `GROW_AT`, because the trainer waits.
+shrink: (1 - r) n / (n - 1) <= `HEADROOM`, so that generation does not become the slower side.
 
-Either has to hold for `VERSIONS` versions in a row. Under a steady load nothing swings: where n - 1 engines made the
-trainer wait for t >= 0.2, generation with n of them is busy all the time, or for at least (n - 1) / (0.8 n); one is
-retired again only where it is busy for no more than 0.9 (n - 1) / n.
+A condition must hold for `VERSIONS` versions in a row. Under a steady load the number of engines does not oscillate:
+if n - 1 engines made the trainer wait for t >= 0.2, then generation with n engines is busy for at least
+(n - 1) / (0.8 n) of the time, and an engine is retired only if it is busy for at most 0.9 (n - 1) / n.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSIONS = 3
 
 @dataclass(slots=True)
 class Elasticity:
-    """Decides from what the steps of a run measure.
+    """Decides from the metrics of the steps.
 
     Attributes:
         smallest, largest: engines that a run may have.
@@ -44,7 +44,7 @@ class Elasticity:
         self._idle += seconds * rollouter_idle
 
     def version(self, engines: int) -> int:
-        """End a version that so many engines generated; returns 1 for one engine more, -1 for one less, else 0."""
+        """End a version that `engines` engines generated; returns 1 to add an engine, -1 to retire one, else 0."""
         if self._seconds > 0:
             self._versions.append((self._waited / self._seconds, self._idle / self._seconds))
         self._seconds = self._waited = self._idle = 0.0
@@ -54,7 +54,7 @@ class Elasticity:
         return change
 
     def forget(self) -> None:
-        """Start measuring anew, because the fleet has changed."""
+        """Start measuring again, because the fleet has changed."""
         self._seconds = self._waited = self._idle = 0.0
         self._versions.clear()
 

@@ -169,7 +169,7 @@ def check_context(context: int | None, longest: int, max_new_tokens: int) -> Non
     if context is None or longest + max_new_tokens <= context:
         return
     if longest >= context:
-        fix = "Shorten it, or take a model with a longer context."
+        fix = "Shorten it, or use a model with a longer context."
         raise ConfigError("PROMPT", f"{longest} tokens", f"less than the model's context of {context} tokens", fix)
     allowed = (
         f"at most {context - longest}: the model's context is {context} tokens and the longest prompt has {longest}"

@@ -1,11 +1,11 @@
-"""Versions on their way to the engines, while the trainer learns on.
+"""Publishes versions while training goes on.
 
     trainer  ─ update ─ update ─► export ─ update ─ update ─► export ─ ...
                                     │                           ▲
     engines                         └─► adopt ─► canary ────────┘  one version at a time
 
-The trainer waits for the export alone, after which its weights may change. What it trains until the adoption is of
-older versions; their age is counted from the exported one.
+The trainer waits for the export only; its weights may change after that. The groups that it trains until the adoption
+are of older versions; their age is counted from the exported one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Publishing(Protocol):
         """Export, adopt everywhere, check the canary; returns the timings.
 
         Args:
-            version: that the trainer's present weights become.
-            mode: in which engines pause.
+            version: of the trainer's present weights.
+            mode: how engines pause.
             exported: called once, when the weights may change.
         """
         ...
@@ -40,7 +40,7 @@ class WeightSync:
     """Publishes one version after the other.
 
     Attributes:
-        tasks: in which a version is adopted; a failure there ends them all.
+        tasks: run the adoption; a failure there ends all of them.
     """
 
     fleet: Publishing
@@ -53,39 +53,39 @@ class WeightSync:
 
     @property
     def under_way(self) -> bool:
-        """Whether engines have not adopted the newest version yet."""
+        """Whether the adoption of the newest version has not ended."""
         return self._adoption is not None and not self._adoption.done()
 
     async def begin(self, version: int) -> None:
-        """Publish the trainer's weights; returns when they may change, and all engines have the version before."""
+        """Publish the trainer's weights; returns when they may change. All engines have the previous version then."""
         await self.settle()
         exported = asyncio.Event()
         self._adoption = self.tasks.create_task(self._publish(version, exported.set))
         await exported.wait()
 
     async def settle(self) -> None:
-        """Wait until generation goes on with the newest version.
+        """Wait until the engines generate with the newest version.
 
         Raises:
-            TidemillError: what went wrong in its adoption.
+            TidemillError: its adoption failed.
         """
         if self._adoption is not None:
-            await asyncio.wait([self._adoption])  # who stops waiting does not end it
+            await asyncio.wait([self._adoption])  # cancelling this wait does not cancel the adoption
             self._adoption.result()
             self._adoption = None
 
     def cancel(self) -> None:
-        """Give up the adoption under way, if there is one: the run ends otherwise than it should."""
+        """Cancel the adoption under way, if there is one, because the run fails."""
         if self._adoption is not None:
             self._adoption.cancel()
 
     def take(self) -> dict[str, float]:
-        """What the adoptions that ended since the last call measured, taken together."""
+        """The metrics of the adoptions that ended since the last call, aggregated."""
         reports, self._reports = self._reports, []
         return aggregate(reports)
 
     def take_intervals(self) -> list[Interval]:
-        """When engines adopted versions beside the trainer, of the adoptions that ended since the last call."""
+        """The intervals of the adoptions that ended since the last call, for the timeline."""
         taken = self._timings.intervals.copy()
         self._timings.intervals.clear()
         return taken
@@ -93,10 +93,10 @@ class WeightSync:
     async def _publish(self, version: int, exported: Callable[[], None]) -> None:
         with ExitStack() as adoption:
 
-            def learn_on() -> None:
+            def train_on() -> None:
                 adoption.enter_context(self._timings.phase("adopt"))
                 exported()
 
-            report = await self.fleet.publish(version, self.mode, learn_on)
+            report = await self.fleet.publish(version, self.mode, train_on)
             await self.generation.begin_version(version)
         self._reports.append(report)
