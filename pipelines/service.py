@@ -7,11 +7,10 @@ import json
 import math
 import os
 import tempfile
-import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -127,31 +126,23 @@ class Service:
         for key in same:
             self.client.delete_recurring_run(key)
 
-    def wait(
-        self,
-        run: str,
-        *,
-        poll_s: float = POLL_S,
-        patience_s: float = PATIENCE_S,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> str:
+    def wait(self, run: str, *, poll_s: float = POLL_S, patience_s: float = PATIENCE_S) -> str:
         """Wait for the end of a run, however long it takes; returns its state, one of `OVER`.
 
         Args:
             run: id of the KFP run.
             poll_s: seconds between two requests.
             patience_s: seconds for which KFP may be unavailable.
-            sleep: waits so many seconds.
 
         Raises:
             RunError: KFP refuses, or is unavailable for longer.
         """
 
-        def final_state() -> str | None:
-            state: str = retrying(UnavailableError, patience_s, poll_s, sleep=sleep)(self.state, run)
-            return state if state in OVER else None
+        def final_state() -> str:
+            state: str = retrying(UnavailableError, patience_s, poll_s)(self.state, run)
+            return state if state in OVER else ""
 
-        return wait_for(final_state, math.inf, poll_s, sleep=sleep) or ""
+        return wait_for(final_state, math.inf, poll_s)
 
     def state(self, run: str) -> str:
         """State of a run."""
@@ -159,11 +150,7 @@ class Service:
             return str(self.client.get_run(run).state)
 
     def experiment(self, name: str, *, create: bool) -> str:
-        """Id of an experiment.
-
-        Args:
-            name: of the experiment.
-            create: whether to create it if it does not exist.
+        """Id of an experiment, which is created if it does not exist and `create` is true.
 
         Raises:
             RunError: it does not exist.

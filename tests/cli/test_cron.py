@@ -53,6 +53,15 @@ def test_words_and_steps_are_those_of_kfp() -> None:
     assert times("30 0 12 1 dec ?", 1) == ["Tue 2026-12-01 12:00:30"]
 
 
+def test_range_of_one_number_is_that_number() -> None:
+    assert times("0 0 * * 1-mon", 2) == ["Mon 2026-11-30 00:00:00", "Mon 2026-12-07 00:00:00"]
+    assert times("0 23-23 25 dec-12 *", 1) == ["Fri 2026-12-25 23:00:00"]
+
+
+def test_range_over_all_numbers_is_a_restriction() -> None:
+    assert times("0 0 1-31 * mon", 2) == ["Mon 2026-11-30 00:00:00", "Tue 2026-12-01 00:00:00"]
+
+
 def test_moment_itself_is_over() -> None:
     assert times("50 23 * * *", 1) == ["Mon 2026-11-30 23:50:00"]
 
