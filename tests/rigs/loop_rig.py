@@ -1,4 +1,4 @@
-"""The trainer's loop over the real rollouter and queue, watched at every update and every weight sync."""
+"""The training loop with the real rollouter and queue, recorded at every update and weight sync."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tidemill.train.trainer import Metrics, Position, Ranks, Trainer
 
 @dataclass(frozen=True)
 class Moment:
-    """What was under way when an optimizer step began, or a weight sync.
+    """The state at the start of an optimizer step or of a weight sync.
 
     Attributes:
         version: of the engines.
-        running: groups that engines were generating.
+        running: number of groups at the engines.
         groups: of the step.
         mode: of the sync.
     """
@@ -35,7 +35,7 @@ class Moment:
 
 @dataclass
 class InProcess:
-    """A real rank in this process."""
+    """A single rank in this process."""
 
     policy: PolicyRank
 
@@ -46,7 +46,7 @@ class InProcess:
 
 
 class NoRanks:
-    """Learns nothing."""
+    """Makes no update."""
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
@@ -56,13 +56,13 @@ class NoRanks:
 
 @dataclass(repr=False)
 class Loop:
-    """One run; implements `Ranks`, `Publishing` and `Observer` around the parts, to see what they are asked.
+    """One run. It implements `Ranks`, `Publishing` and `Observer` around the parts, to record their calls.
 
     Attributes:
-        steps, syncs: what was under way at each.
+        steps, syncs: state at the start of each.
         metrics, phases: of each step.
-        before_step: is awaited before the ranks learn from a batch.
-        adopting: is awaited, with the version, before the engines adopt what has been exported.
+        before_step: awaited before every optimizer step.
+        adopting: awaited, with the version, before the engines adopt it.
     """
 
     rig: Rig
@@ -85,7 +85,7 @@ class Loop:
         return int(sum([(await engine.stats())["running"] for engine in self.rig.engines]))
 
     def leased(self) -> tuple[Group, ...]:
-        """What the trainer holds, in its order."""
+        """The leased groups, in the order of the trainer."""
         arrivals = [arrival for lease in self.rig.queue.leases.values() for arrival in lease]
         groups = (Group.from_bytes(arrival.delivery.payload) for arrival in arrivals)
         return tuple(sorted(groups, key=lambda group: group.uid))
@@ -110,7 +110,7 @@ class Loop:
         self.metrics.append(metrics)
 
     def synced(self, step: int, metrics: Metrics) -> None:
-        """Versions tell enough here."""
+        """Not recorded: `syncs` has the versions."""
 
     def active(self, step: int, timings: Timings, loads: Loads) -> None:
         self.phases.append([name for name, _, _ in timings.intervals])
@@ -122,7 +122,7 @@ class Loop:
         self.notices.append(text)
 
     async def fit(self) -> None:
-        """Both sides to the end."""
+        """Run trainer and rollouter to the end."""
         async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
             tasks.create_task(self.rig.rollouter.run())
             await self.trainer.fit()
@@ -135,5 +135,5 @@ class Loop:
 
     @property
     def ages(self) -> list[int]:
-        """Of the oldest token of every trained group."""
+        """Age of every trained group."""
         return [moment.version - group.oldest_version for moment in self.steps for group in moment.groups]

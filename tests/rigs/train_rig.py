@@ -1,4 +1,4 @@
-"""Tiny models and groups for the tests of the training side, and the plain computation they are compared with."""
+"""Tiny models and groups for tests of the trainer, and the plain computation that they are compared with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPERATURE = 0.7
 def save_llama(
     folder: Path, *, tied: bool = True, hidden_size: int = 64, seed: int = 1, vocabulary: int = VOCABULARY
 ) -> Path:
-    """Two layers, four heads over two key-value heads; weights wide enough that errors show."""
+    """Two layers, four heads over two key-value heads; weights are large enough for errors to be visible."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -50,7 +50,7 @@ def make_rank(
     steps_per_version: int = 1,
     **trainer: object,
 ) -> PolicyRank:
-    """A float32 rank; learning rate 1e-2 so that an update moves the log-probs visibly."""
+    """A float32 rank with a learning rate of 1e-2, so that an update changes the log-probs visibly."""
     settings = TrainerConfig.model_validate(
         {"steps": 8, "precision": "float32", "learning_rate": 1e-2, "threads": 1} | trainer
     )
@@ -66,7 +66,7 @@ def make_rank(
 
 
 def make_rollout(token_ids: Sequence[int], mask: Sequence[float] | None = None, reward: float = 0.0) -> Rollout:
-    """A rollout whose old log-probs fall from -1 in steps of a tenth."""
+    """A rollout with old log-probs of -1, -1.1, -1.2, ..."""
     length = len(token_ids)
     return Rollout(
         token_ids=np.array(token_ids, np.int32),
@@ -86,7 +86,7 @@ def make_group(uid: int, prompt: Sequence[int], *rollouts: Rollout) -> Group:
 
 
 def random_groups(count: int, seed: int = 0) -> list[Group]:
-    """Groups of four, all with the same first tokens; lengths differ, and a third of the response tokens is masked."""
+    """Groups of four with a common prefix and different lengths; a third of the response tokens is masked."""
     rng = np.random.default_rng(seed)
     groups = []
     for uid in range(count):
@@ -115,7 +115,7 @@ def batches_of(
 
 
 def plain_log_probs(model: torch.nn.Module, group: Group, rollout: Rollout, temperature: float = TEMPERATURE) -> Tensor:
-    """`[R]` by a plain forward pass of one sequence."""
+    """`[R]` log-probs, by a forward pass of one sequence."""
     tokens = np.concatenate([group.prompt.token_ids, rollout.token_ids])
     ids = torch.from_numpy(tokens).long()[None]
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature

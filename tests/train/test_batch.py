@@ -34,7 +34,7 @@ def seen_by(row: PackedRow, column: int) -> list[int]:
 
 
 def sequences(row: PackedRow) -> Counter[tuple[tuple[int, ...], int]]:
-    """Every target with what stands before it."""
+    """Every target with the tokens before it."""
     targets = zip(row.targets.column, row.targets.target_ids, strict=True)
     return Counter((tuple(seen_by(row, int(column))), int(token)) for column, token in targets)
 

@@ -1,4 +1,4 @@
-"""Whole runs under `staleness_strategy: mask`, of drawn settings and interrupted: what is trained, and the books."""
+"""Interrupted runs with `staleness_strategy: mask` and random settings: what they train, and their ledger."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ async def run_to_the_end(
     return attempts
 
 
-def young(rollout: Rollout, oldest: int) -> list[tuple[int, int]]:
+def recent(rollout: Rollout, oldest: int) -> list[tuple[int, int]]:
     """Version and token of all that is not older, one by one."""
     found = []
     for span in rollout.versions:
@@ -222,13 +222,13 @@ def young(rollout: Rollout, oldest: int) -> list[tuple[int, int]]:
 
 
 def young_ones(config: RunConfig, taught: Taught) -> list[list[list[tuple[int, int]]]]:
-    """`young` of each rollout of each group of a step."""
+    """`recent` of each rollout of each group of a step."""
     oldest = taught.version - config.asynchrony.max_staleness
-    return [[young(rollout, oldest) for rollout in group.rollouts] for group in taught.groups]
+    return [[recent(rollout, oldest) for rollout in group.rollouts] for group in taught.groups]
 
 
 def check_taught(config: RunConfig, taught: Taught) -> None:
-    """The ranks were given the young tokens, divided by how many there are, and nothing else."""
+    """The ranks got exactly the recent tokens, and their number as the denominator."""
     targets, denominators, size = list[tuple[int, int]](), list[float](), config.trainer.ppo_mini_batch_size
     kept = young_ones(config, taught)
     for group, parts in zip(taught.groups, kept, strict=True):

@@ -65,8 +65,8 @@ def test_exactly_the_stale_tokens_are_masked(members: list[Rollout], ahead: int,
         for mask, sampled in zip(member.loss_mask, member.token_versions, strict=True)
     )
     for before, after in zip(members, masked.rollouts, strict=True):
-        young = version - before.token_versions <= bound
-        assert np.array_equal(after.loss_mask, np.where(young, before.loss_mask, 0))
+        recent = version - before.token_versions <= bound
+        assert np.array_equal(after.loss_mask, np.where(recent, before.loss_mask, 0))
         assert after.loss_mask.dtype == np.float32
         assert after.token_ids is before.token_ids
         assert after.log_probs is before.log_probs
@@ -78,8 +78,8 @@ def test_the_gradient_is_that_of_the_recent_tokens_with_the_old_ones_as_prompt(l
     prompt, tokens = rng.integers(3, VOCABULARY, 4).tolist(), rng.integers(3, VOCABULARY, 7).tolist()
     whole = make_rollout(tokens)
     stale = mask_stale(make_group(0, prompt, spanned(whole, (2, 3), (4, 4))), version=5, max_staleness=1)
-    young = replace(make_rollout(tokens[3:]), log_probs=whole.log_probs[3:])
-    after = make_group(0, prompt + tokens[:3], young)
+    recent = replace(make_rollout(tokens[3:]), log_probs=whole.log_probs[3:])
+    after = make_group(0, prompt + tokens[:3], recent)
     found, wanted = (
         gradients(
             rank := make_rank(llama),
@@ -94,7 +94,7 @@ def test_the_gradient_is_that_of_the_recent_tokens_with_the_old_ones_as_prompt(l
 
 
 def met_updates(group: Group) -> Group:
-    """With tokens of random versions up to the present one, older ones first; some responses are old as a whole."""
+    """Tokens of random versions up to the current one, in order; some responses are entirely old."""
     rng, rollouts = np.random.default_rng(group.uid), []
     for rollout in group.rollouts:
         versions = np.sort(rng.integers(PRESENT - 3, PRESENT + rng.integers(-1, 2), len(rollout.token_ids))).tolist()
@@ -121,7 +121,7 @@ def plain_gain(algorithm: AlgorithmConfig, new: Tensor, began: Tensor, sampled: 
 
 
 def plain_loss(rank: PolicyRank, start: Any, group: Group, advantages: Float32Array) -> tuple[Any, int]:
-    """The objective token by token, over those that are young by their version's number; and what it is divided by."""
+    """The objective over the recent tokens, one by one, and its denominator."""
     algorithm, done = rank.algorithm, rank.start.done
     losses, counts = [], []
     for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):

@@ -68,7 +68,7 @@ async def test_asynchronous_trains_stale_samples_each_of_one_version() -> None:
     loop = Loop(Rig(run_config(asynchrony=asynchrony), engines=[straggler(4, 5)]))
     await loop.fit()
     first = loop.syncs[0]
-    assert (first.running, first.mode) == (2, "wait")  # they were under way, and let finish
+    assert (first.running, first.mode) == (2, "wait")  # they were running, and the sync waits for them
     assert all(group.oldest_version == group.newest_version for group in loop.trained)
     stragglers = [group for group in loop.trained if group.uid in (4, 5)]
     assert [group.newest_version for group in stragglers] == [0, 0]

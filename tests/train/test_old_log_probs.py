@@ -67,7 +67,7 @@ def batches_for(groups: list[Group], max_tokens: int = 60, ranks: int = 1) -> li
 
 
 def advance(rank: PolicyRank, groups: list[Group], steps: int) -> None:
-    """So many optimizer steps of the version; then it stands before the next."""
+    """Make optimizer steps of the version, and enter the next one."""
     for _ in range(steps):
         rank.update(batches_for(groups)[0], step_denominator(groups, "token"), VERSION)
     rank.start.enter(VERSION)
@@ -146,7 +146,7 @@ def test_the_modes_differ_once_the_policy_has_moved(llama: Path) -> None:
 def test_with_the_policy_unchanged_every_mode_is_the_policy_gradient(llama: Path, mode: str, step: int) -> None:
     rank = rank_of(llama, mode)
     groups = step_groups(rank.model, shift=0)
-    for _ in range(step):  # a step without targets is one of the version and leaves the policy as it is
+    for _ in range(step):  # a step without targets counts and leaves the policy unchanged
         rank.update([MicroBatch.of([])], 1.0, VERSION)
     rank.start.enter(VERSION)
     denominator = step_denominator(groups, "token")

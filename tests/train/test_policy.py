@@ -70,7 +70,7 @@ def test_packed_log_probs_equal_plain_ones(llama: Path, max_tokens: int) -> None
     rank, groups = make_rank(llama), random_groups(5)
     (batches,) = batches_of(groups, random_advantages(groups), max_tokens)
     found = np.concatenate(rank.log_probs(batches))
-    # A target is told apart by its rollout's advantage and its old log-prob.
+    # A target is identified by its advantage and its old log-prob.
     keys = [(a, o) for b in batches for a, o in zip(b.targets.advantages, b.targets.old_log_probs, strict=True)]
     expected = {}
     with torch.no_grad():

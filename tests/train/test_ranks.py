@@ -45,7 +45,7 @@ class Case:
         return step // self.steps_per_version
 
     def policy(self, folder: Path, world: World) -> PolicyRank:
-        """The learning rate is small, because Adam turns the rounding of a gradient near zero into a whole step."""
+        """The learning rate is small, because Adam turns a rounding error of a gradient near zero into a full step."""
         settings = {"steps_per_version": self.steps_per_version, "learning_rate": 2e-5} | self.trainer
         return make_rank(folder, self.algorithm, world=world, **settings)
 

@@ -186,12 +186,10 @@ def step_line(event: StepFinished, held_out: float | None, left: str) -> str:
 
 
 def number(metrics: Mapping[str, float], name: str, form: str) -> str:
-    """A metric, or "-"."""
     return format(metrics[name], form) if name in metrics else "-"
 
 
 def percent(metrics: Mapping[str, float], name: str) -> str:
-    """A ratio as a percentage, or "-"."""
     return f"{metrics[name]:.0%}" if name in metrics else "-"
 
 

@@ -71,7 +71,6 @@ def port_forward(address: str | None) -> str:
 
 
 def local_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Label and place on this machine."""
     yield "Folder", f"`{config.folder}`: events.jsonl, log.txt, summary.json"
     yield "MLflow", config.tracking.uri or f"`tidemill ui --output {config.output}`"
     yield "Registered model", f"`{config.registered_model}`, alias `{config.registry.alias}`"

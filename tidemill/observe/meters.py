@@ -83,7 +83,6 @@ class MemoryMeter:
         self.peak_bytes = max(self.peak_bytes, tree_bytes())
 
     def sample_until_stopped(self) -> None:
-        """Take a sample every period."""
         while not self.stopped.wait(self.period_s):
             self.peak_bytes = max(self.peak_bytes, tree_bytes())
 

@@ -335,7 +335,6 @@ class MetricsAggregator:
                 return deviation(column, means)
 
     def _weight(self, rule: Rule, column: Column) -> float:
-        """Total weight of a mean."""
         return self._columns[rule.by].total if rule.everywhere and rule.by is not None else column.weight
 
 

@@ -106,7 +106,6 @@ def chart(curves: Curves) -> str:
 
 
 def samples(rows: Sequence[Sample]) -> str:
-    """Held-out prompts with the answers before and after."""
     if not rows:
         return ""
     head = "".join(f"<th>{name}</th>" for name in ("prompt", "before", "after", "expected"))
@@ -120,7 +119,6 @@ def cell(text: str | None) -> str:
 
 
 def table(rows: Iterator[Fact]) -> str:
-    """Two columns."""
     body = (
         f'<tr><td>{escape(row.label)}</td><td class="{"known" if row.known else "none"}">{escape(row.text)}</td></tr>'
         for row in rows

@@ -100,11 +100,8 @@ class Summary:
     missing: Mapping[str, str] = field(default_factory=dict)
     stopped: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Summary:
@@ -201,7 +198,6 @@ def scores(summary: Summary) -> Text:
 
 
 def answers(samples: Sequence[Sample]) -> Table:
-    """Prompts with the answers before and after training."""
     table = Table(title="Held-out answers", title_justify="left", expand=True)
     for name in ("prompt", "before", "after", "expected"):
         table.add_column(name, overflow="fold", ratio=1 if name == "expected" else 2)

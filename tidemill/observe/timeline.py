@@ -170,5 +170,4 @@ def trace(activities: Sequence[Activity]) -> str:
 
 
 def micro(seconds: float) -> float:
-    """Microseconds with three decimal places."""
     return round(seconds * 1e6, 3)

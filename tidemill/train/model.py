@@ -126,7 +126,6 @@ def disable_dropout(config: Any) -> Any:
 
 
 def frozen_copy(model: Any) -> Any:
-    """A copy without gradients."""
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 

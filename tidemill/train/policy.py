@@ -274,5 +274,4 @@ class PolicyRank:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:
-        """Disconnect from the other ranks."""
         self.world.destroy_process_group()

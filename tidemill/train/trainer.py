@@ -202,7 +202,7 @@ class Trainer:
             part = slice(start, start + size)
             with timings.phase("pack"):
                 rows = self.pack(groups[part], advantages[part])
-                batches = micro_batches(rows, self.config.trainer.micro_batch_tokens, self.ranks_count)
+                batches = micro_batches(rows, self.config.trainer.micro_batch_tokens, self.config.trainer.ranks)
             with timings.phase("update_actor"):
                 denominator = step_denominator(groups[part], self.config.algorithm.aggregation)
                 reports.append(renamed(await self.ranks.update(batches, denominator, self.position.version)))
@@ -214,11 +214,6 @@ class Trainer:
         last = self.position.step == self.config.trainer.steps
         due = last or self.position.unsynced >= self.config.asynchrony.trigger_parameter_sync_step
         return due and not self.stop.immediate
-
-    @property
-    def ranks_count(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.config.trainer.ranks
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T], *, immediate: bool = False) -> T | None:
         """The result of `work`; None if a stop, or an immediate one, is asked for before; `work` is cancelled then."""

@@ -46,14 +46,12 @@ class UpdateMetrics:
             self.weight_max = torch.maximum(self.weight_max, values["weight_max"].double().cpu())
 
     def all_reduce(self, world: World) -> None:
-        """Add up all ranks."""
         self.sums = world.all_reduce(self.sums)
         if "weight" in self.names:
             self.weight_max = world.all_reduce(self.weight_max, dist.ReduceOp.MAX)
 
     @property
     def totals(self) -> dict[str, float]:
-        """The sums by name."""
         return dict(zip(self.names, self.sums.tolist(), strict=True))
 
     def result(self) -> dict[str, float]:
