@@ -14,9 +14,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -26,6 +27,17 @@ PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OTHER_FOLDER = "Set another folder with output=..."
+
+
+@contextmanager
+def handled_by(handler: signal.Handlers | Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
+    """Within the body this handles the signals that stop a run; yields the handlers to restore."""
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield before
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextmanager
@@ -41,23 +53,13 @@ def interruptible() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
-    try:
+    with handled_by(interrupt) as before:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-@contextmanager
-def signals_ignored() -> Iterator[None]:
+def signals_ignored() -> AbstractContextManager[object]:
     """Within the body, which must be bounded in time, the signals that stop a run are ignored."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled_by(signal.SIG_IGN)
 
 
 @contextmanager

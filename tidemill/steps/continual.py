@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -145,18 +145,26 @@ def new_prompts(config: RunConfig, prompts: str, last: str | None) -> str | None
     if prompts.startswith("s3://") and prompts.endswith("/"):
         bucket, prefix = parse_uri(prompts)
         with open_store(config.store.model_copy(update={"bucket": bucket}), config.output) as store:
-            listed = [item.key.removeprefix(prefix) for item in store.list(prefix)]
-            names = names_after(last, listed, prompts)
-            parts = [store.get_bytes(prefix + name) for name in names]
-        return put_merged(config, names[-1], parts) if names else None
+            names = names_after(last, [item.key.removeprefix(prefix) for item in store.list(prefix)], prompts)
+            data = merged(store.get_bytes(prefix + name) for name in names)
+        if not names:
+            return None
+        with open_store(config.store, config.output) as store:
+            return store.uri(store.put_bytes(merged_key(data, names[-1]), data).key)
     folder = Path(prompts)
-    if not folder.is_dir():
-        if "://" not in prompts and not folder.is_file():
-            fix = f"There is no {folder.absolute()}."
-            raise ConfigError("prompts", prompts, f"a folder of {SUFFIX} files, or a value of data.train", fix)
-        return prompts
-    names = names_after(last, [str(path.relative_to(folder)) for path in folder.rglob(f"*{SUFFIX}")], prompts)
-    return write_merged(config, names[-1], [(folder / name).read_bytes() for name in names]) if names else None
+    if folder.is_dir():
+        names = names_after(last, [str(path.relative_to(folder)) for path in folder.rglob(f"*{SUFFIX}")], prompts)
+        if not names:
+            return None
+        data = merged((folder / name).read_bytes() for name in names)
+        path = config.output.resolve() / merged_key(data, names[-1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return str(path)
+    if "://" not in prompts and not folder.is_file():
+        fix = f"There is no {folder.absolute()}."
+        raise ConfigError("prompts", prompts, f"a folder of {SUFFIX} files, or a value of data.train", fix)
+    return prompts
 
 
 def names_after(last: str | None, names: list[str], folder: str) -> list[str]:
@@ -171,23 +179,10 @@ def names_after(last: str | None, names: list[str], folder: str) -> list[str]:
     return [name for name in files if last is None or name > last]
 
 
-def put_merged(config: RunConfig, name: str, parts: list[bytes]) -> str:
-    """Put all prompts into one object of the run's store; returns its URI."""
-    data = merged(parts)
-    with open_store(config.store, config.output) as store:
-        key = f"inputs/{hashlib.sha256(data).hexdigest()}/{name}"
-        store.put_bytes(key, data)
-        return store.uri(key)
-
-
-def write_merged(config: RunConfig, name: str, parts: list[bytes]) -> str:
-    """Write all prompts into one file below the folder of runs; returns its path."""
-    data = merged(parts)
-    path = config.output.resolve() / "inputs" / hashlib.sha256(data).hexdigest() / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return str(path)
-
-
-def merged(parts: list[bytes]) -> bytes:
+def merged(parts: Iterable[bytes]) -> bytes:
     return b"".join(part if part.endswith(b"\n") else part + b"\n" for part in parts)
+
+
+def merged_key(data: bytes, last: str) -> str:
+    """Where merged prompts are written, by their digest and the name of their last file; see `MERGED`."""
+    return f"inputs/{hashlib.sha256(data).hexdigest()}/{last}"

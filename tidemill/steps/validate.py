@@ -1,4 +1,7 @@
-"""The step `validate`: everything that is checked before a run uses any GPU."""
+"""The step `validate`: everything that is checked before a run uses any GPU.
+
+Every `check_*` raises a TidemillError that names the setting, its value, what is allowed and what to do.
+"""
 
 from __future__ import annotations
 
@@ -100,11 +103,7 @@ def check_run(config: RunConfig) -> RunConfig:
 
 
 def check_length(config: RunConfig) -> None:
-    """Refuse settings that are too long for an argument of a step; see `training.excerpt`.
-
-    Raises:
-        ConfigError: naming both lengths.
-    """
+    """Refuse settings that are too long for an argument of a step; see `training.excerpt`."""
     length = len(config.to_yaml().encode())
     if length > MAX_SETTINGS:
         fix = "Move long texts into files: prompts into data.train, a template into the model's tokenizer."
@@ -134,11 +133,7 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def check_prompt_count(config: RunConfig, rows: int) -> None:
-    """Refuse too few prompts for one optimizer step.
-
-    Raises:
-        ConfigError: naming the number of prompts and the number that a step needs.
-    """
+    """Refuse too few prompts for one optimizer step."""
     epochs, needed = config.data.epochs, config.required_samples
     if epochs is not None and epochs * rows < needed:
         allowed = f"enough passes over {rows} prompts for one optimizer step of {needed} groups"
@@ -147,11 +142,7 @@ def check_prompt_count(config: RunConfig, rows: int) -> None:
 
 
 def check_system_prompt(data: DataConfig, rows: Iterable[Row]) -> None:
-    """Refuse a system prompt if every prompt is a list of messages, to which none is added.
-
-    Raises:
-        ConfigError: naming the system prompt.
-    """
+    """Refuse a system prompt if every prompt is a list of messages, to which none is added."""
     if data.system_prompt is not None and not any(isinstance(row[data.prompt_key], str) for row in rows):
         allowed = f"null if every {data.prompt_key!r} is a list of messages"
         fix = "Put the system message into the data, or remove this setting."
@@ -192,11 +183,7 @@ def check_reward(reward: RewardConfig, key: str) -> None:
 
 
 def check_overlong(options: Mapping[str, Any], key: str) -> None:
-    """Refuse options with which `overlong` fails or rewards length.
-
-    Raises:
-        ConfigError: naming the options.
-    """
+    """Refuse options with which `overlong` fails or rewards length."""
     budget, buffer, penalty = options["budget"], options["buffer"], options.get("penalty", 1.0)
     counts = all(isinstance(count, int) and not isinstance(count, bool) for count in (budget, buffer))
     number = isinstance(penalty, int | float) and not isinstance(penalty, bool) and 0 < penalty < math.inf
@@ -248,11 +235,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_heads(config: RunConfig, heads: int | None) -> None:
-    """Refuse a tensor parallel size that does not divide the attention heads.
-
-    Raises:
-        ConfigError: naming both numbers.
-    """
+    """Refuse a tensor parallel size that does not divide the attention heads."""
     size = config.rollout.tensor_parallel_size
     if heads is not None and heads % size:
         allowed = f"a divisor of the {heads} attention heads of {config.model}"
@@ -287,11 +270,7 @@ def check_store(config: RunConfig) -> None:
 
 
 def check_output(config: RunConfig) -> None:
-    """Check that the output folder exists or can be made, and can be written to.
-
-    Raises:
-        ConfigError: it is not a folder, or is not writable.
-    """
+    """Check that the output folder exists or can be made, and can be written to."""
     path = config.output.resolve()
     found = next(place for place in (path, *path.parents) if place.exists())
     if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
