@@ -1,4 +1,4 @@
-"""A stub of the evaluation of a model for tests on a cluster."""
+"""A stub of the engine for tests on a cluster: it scores every model alike."""
 
 from __future__ import annotations
 
