@@ -53,7 +53,7 @@ class PooledEngine:
         failures: requests that failed in a row.
         finished: requests that it has answered.
         lost: why it cannot be used any more.
-        leaving: it gets no new requests.
+        kept_version: of a closed engine, which gets neither new requests nor newer versions.
         held_out: how many of its requests are held-out prompts.
     """
 
@@ -63,7 +63,7 @@ class PooledEngine:
     failures: int = 0
     finished: int = 0
     lost: str | None = None
-    leaving: bool = False
+    kept_version: int | None = None
     held_out: int = 0
 
 
@@ -92,16 +92,21 @@ class EnginePool:
         pooled = self._engines.pop(engine_id, None)
         return 0 if pooled is None else pooled.finished
 
-    def close(self, engine_id: EngineId) -> None:
-        """Send an engine no new requests, except those that name it."""
+    def close(self, engine_id: EngineId, version: int) -> None:
+        """Send an engine no new requests, except those that name it; it keeps its version."""
         if engine_id in self._engines:
-            self._engines[engine_id].leaving = True
+            self._engines[engine_id].kept_version = version
 
     def reopen(self, engine_id: EngineId) -> None:
         """Send a closed engine new requests again."""
         if engine_id in self._engines:
-            self._engines[engine_id].leaving = False
+            self._engines[engine_id].kept_version = None
             self._change()
+
+    def kept_version(self, engine_id: EngineId | None) -> int | None:
+        """The version of a closed engine; None for any other."""
+        pooled = None if engine_id is None else self._engines.get(engine_id)
+        return None if pooled is None else pooled.kept_version
 
     async def drained(self, engine_id: EngineId, timeout_s: float) -> None:
         """Wait until an engine has finished its requests or is lost, at most `timeout_s`."""
@@ -193,7 +198,7 @@ class EnginePool:
                 self._under_evaluation.add(pooled.id)
 
     def _open(self) -> list[PooledEngine]:
-        return [pooled for pooled in self._engines.values() if pooled.lost is None and not pooled.leaving]
+        return [pooled for pooled in self._engines.values() if pooled.lost is None and pooled.kept_version is None]
 
     def _change(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -93,7 +93,6 @@ class Rollouter:
         self._failures = FailureStreak(ledger.total, self._admission.policy.max_concurrent, len(prompts))
         self._watchdog = Watchdog(config.rollout.group_timeout_s, clock)
         self._in_flight: dict[int, GroupRequest] = {}
-        self._fixed_versions: dict[EngineId, int] = {}  # of engines that get no newer version
         self._request_numbers = itertools.count()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -268,30 +267,25 @@ class Rollouter:
         else:  # requests of a dead engine fail by themselves, and their errors tell a crash from another loss
             await self._engines.quiet(engine_id, self._timeouts.answer_s)
         finished = self._engines.remove(engine_id)
-        self._fixed_versions.pop(engine_id, None)
         self._accounting.metrics.count("engines_removed")
         self._resize()
         for request in list(self._in_flight.values()):
             if request.stage == "generating" and request.engine == engine_id:
                 self._cancel(request, reason)
-        quarantined = self._accounting.crashes.take_quarantined(engine_id) + self._evaluator.crashes.take_quarantined(
-            engine_id
-        )
-        return finished + quarantined
+        crashes = self._accounting.crashes, self._evaluator.crashes
+        return finished + sum(counted.take_quarantined(engine_id) for counted in crashes)
 
     async def set_engine_aside(self, engine_id: EngineId) -> None:
         """Send no more groups to an engine, which gets no newer version and finishes the groups that it has.
 
         Only an evaluation that names the engine still uses it.
         """
-        self._engines.close(engine_id)
-        self._fixed_versions[engine_id] = self._admission.version
+        self._engines.close(engine_id, self._admission.version)
         self._resize()
 
     async def take_engine_back(self, engine_id: EngineId) -> None:
         """Send groups to the engine again, which has the newest version."""
         self._engines.reopen(engine_id)
-        self._fixed_versions.pop(engine_id, None)
         self._resize()
 
     async def lost_engines(self) -> Mapping[EngineId, str]:
@@ -315,7 +309,8 @@ class Rollouter:
         self._admission.begin_version(version, self._clock())
         self._engines.forgive()
         for request in list(self._in_flight.values()):
-            newest = version if request.engine is None else self._fixed_versions.get(request.engine, version)
+            kept = self._engines.kept_version(request.engine)
+            newest = version if kept is None else kept
             if request.stage == "generating" and self._admission.must_cancel(request.version, newest):
                 # With "drop" the request may have spent the time in the engine's waiting queue, and with "mask" its
                 # engine got no newer version: neither shows that the prompt takes too long.
