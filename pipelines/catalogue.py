@@ -41,7 +41,7 @@ def pipeline_of(name: str) -> Any:
     """One of `PIPELINES`, KFP's object; imported alone, because KFP takes a second to build each of them.
 
     Raises:
-        ValueError: there is no such pipeline.
+        ValueError: the name is unknown.
     """
     match name:
         case "post_training":
@@ -57,7 +57,7 @@ def pipeline_of(name: str) -> Any:
 
             return continual
         case _:
-            raise ValueError(f"there is no pipeline {name!r}; there are {', '.join(PIPELINES)}")
+            raise ValueError(f"unknown pipeline {name!r}; the pipelines are {', '.join(PIPELINES)}")
 
 
 def compiled(name: str) -> str:

@@ -36,11 +36,11 @@ def connect(namespace: str | None, run: str | None = None) -> Cluster:
 
     Args:
         namespace: of the runs; None for that of this pod, else the default of the settings.
-        run: the run that is asked for.
+        run: name of the run that the command works on.
 
     Raises:
         ConfigError: the run is one of this machine.
-        ClusterError: there is no cluster.
+        ClusterError: the cluster cannot be reached.
     """
     settings = Path("runs") / (run or "") / "config.yaml"
     if run and settings.is_file() and load_config(settings).cluster.provider != "kuberay":
@@ -118,7 +118,7 @@ def stop(cluster: Cluster, run: str, *, reason: str, now: bool) -> int:
 
     Raises:
         ConfigError: there is no such run.
-        ClusterError: the run cannot be told.
+        ClusterError: the request cannot be recorded.
     """
     found = look(cluster, run, time.time())
     if not found:

@@ -50,7 +50,7 @@ class Options:
 
     @property
     def pipeline(self) -> str:
-        """Name of the pipeline that is asked for."""
+        """Name of the pipeline that the options choose."""
         return "sweep" if self.variants else "continual" if self.prompts else "post_training"
 
     def connected(self) -> AbstractContextManager[Any]:
@@ -110,10 +110,10 @@ def commands_for(run: str, variants: str | None) -> str:
 
 
 def check_one_action(given: Mapping[str, object]) -> None:
-    """Check that `tidemill schedule` is asked for one thing.
+    """Check that `tidemill schedule` has exactly one thing to do.
 
     Raises:
-        ConfigError: for none or several.
+        ConfigError: it has none or several.
     """
     names = [name for name, value in given.items() if value]
     if names not in (["a run file", "--cron"], ["--list"], ["--delete"]):
@@ -206,7 +206,7 @@ def parameters_of(config: RunConfig, options: Options, resume: str | None = None
     """Parameters of the pipeline, before prompts are uploaded.
 
     Raises:
-        ConfigError: a variant is wrong, or two pipelines are asked for at once.
+        ConfigError: a variant is wrong, or the options choose two pipelines.
     """
     if options.variants and options.prompts:
         fix = "--variants asks for a sweep, --prompts for continual training."
