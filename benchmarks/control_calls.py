@@ -36,7 +36,7 @@ class CrowdedActor(EngineActor):
     """An engine's actor without a model."""
 
     def __init__(self, crowd: int) -> None:
-        self.receiver = None
+        self.downloader = None
         self.engine = FakeEngine(lengths=(3, 3), faults={uid: Fault("straggle", times=1) for uid in range(crowd)})
 
 

@@ -88,7 +88,7 @@ async def test_a_version_is_uploaded_and_once_more_beside_a_training_step(tmp_pa
             self.config, self.claim, self.both = config, None, threading.Barrier(2)
             self.uploader = Uploader(self.both)  # type: ignore[assignment]
 
-        def store(self) -> Any:
+        def leased_store(self) -> Any:
             return nullcontext()
 
         def update(self, *_: Any) -> dict[str, float]:

@@ -70,16 +70,16 @@ async def test_an_engine_computes_what_was_published_through_the_store(tmp_path:
         await engine.start()
         try:
             transport = ObjectStoreTransport(source, store, weights_prefix(run.name))
-            publisher = SyncRig(Synchronizer(run.sync, transport, source, PROMPT), engine)
-            await publisher.publish(0, "keep")
+            sync = SyncRig(Synchronizer(run.sync, transport, source, PROMPT), engine)
+            await sync.publish(0, "keep")
             for parameter in rank.policy.parameters.values():
                 parameter.data[:2] *= 1.5
-            metrics = await publisher.publish(2, "keep")
+            metrics = await sync.publish(2, "keep")
         finally:
             await engine.shutdown()
         assert metrics["sync/full"] == 0
         assert metrics["sync/canary_gap"] < 1e-3
-        publisher.close()
+        sync.close()
         assert store.list(weights_prefix(run.name)) == ()
     assert not list(weights_folder(run).rglob("*.safetensors"))
     stop_services(run)

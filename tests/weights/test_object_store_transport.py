@@ -55,7 +55,7 @@ class Rig:
     full_every: int = 4
     uploader: WeightUploader = field(init=False)
     files: dict[int, bytes] = field(default_factory=dict)
-    receivers: list[WeightDownloader] = field(default_factory=list)
+    downloaders: list[WeightDownloader] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.uploader = WeightUploader(PREFIX, self.full_every)
@@ -73,8 +73,8 @@ class Rig:
         def opened() -> Iterator[ObjectStore]:
             yield store or self.store
 
-        self.receivers.append(WeightDownloader(self.folder / name, opened, timeout_s))
-        return self.receivers[-1]
+        self.downloaders.append(WeightDownloader(self.folder / name, opened, timeout_s))
+        return self.downloaders[-1]
 
     def keys(self, serial: int) -> list[str]:
         return [item.key for item in self.store.list(self.uploader.first.at(serial).key)]
@@ -89,7 +89,7 @@ class Rig:
 def rig(seaweedfs: ObjectStore, tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(seaweedfs, tmp_path)
     yield rig
-    for downloader in rig.receivers:
+    for downloader in rig.downloaders:
         downloader.close()
 
 
@@ -131,7 +131,7 @@ async def test_large_weights_travel_in_several_parts(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("versions", [(0, 3), (0, 5), (1, 2, 7), (0, 11)])
-async def test_a_receiver_may_skip_versions(rig: Rig, versions: tuple[int, ...]) -> None:
+async def test_a_downloader_may_skip_versions(rig: Rig, versions: tuple[int, ...]) -> None:
     downloader = rig.downloader()
     for version in range(12):
         update = rig.publish(version).update
@@ -140,7 +140,7 @@ async def test_a_receiver_may_skip_versions(rig: Rig, versions: tuple[int, ...])
 
 
 @pytest.mark.parametrize("newest", [0, 3, 4, 6])
-async def test_a_receiver_that_has_nothing_catches_up(rig: Rig, newest: int) -> None:
+async def test_a_downloader_that_has_nothing_catches_up(rig: Rig, newest: int) -> None:
     update = [rig.publish(version) for version in range(newest + 1)][-1].update
     assert await fetched(rig.downloader(), update) == rig.files[newest]
 
@@ -310,46 +310,46 @@ def synced(rig: Rig, *engines: FakeEngine) -> SyncRig:
 
 async def test_engines_on_two_hosts_adopt_every_version(rig: Rig) -> None:
     engines = [Receiving(rig.downloader(name)) for name in ("here", "here", "there")]
-    publisher = synced(rig, *engines)
+    sync = synced(rig, *engines)
     for serial, version in enumerate((0, 1, 3, 9), start=1):
-        metrics = await publisher.publish(version, "keep")
+        metrics = await sync.publish(version, "keep")
         assert [engine.loaded for engine in engines] == 3 * [rig.files[version]]
         assert metrics["sync/bytes"] == len(rig.files[version])
         parts = [item for item in rig.store.list(location_of(rig, serial).key) if "/part-" in item.key]
         assert metrics["sync/stored_bytes"] == sum(part.nbytes for part in parts)
         assert metrics["sync/full"] == (version == 0)
-    publisher.close()
+    sync.close()
     assert rig.store.list(PREFIX) == ()
 
 
 async def test_an_engine_that_joins_late_adopts_the_newest_version(rig: Rig) -> None:
-    publisher = synced(rig, Receiving(rig.downloader()))
+    sync = synced(rig, Receiving(rig.downloader()))
     for version in range(3):
-        await publisher.publish(version, "keep")
+        await sync.publish(version, "keep")
     late = Receiving(rig.downloader("late"))
-    await publisher.join(9, late)
+    await sync.join(9, late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
 
 
 async def test_a_broken_chain_is_mended_by_a_snapshot(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    publisher = synced(rig, Receiving(rig.downloader()))
+    sync = synced(rig, Receiving(rig.downloader()))
     for version in range(3):
-        await publisher.publish(version, "keep")
+        await sync.publish(version, "keep")
     rig.store.delete_prefix(location_of(rig, 2).key)
     late = Receiving(rig.downloader("late"))
-    await publisher.join(9, late)
+    await sync.join(9, late)
     assert (await late.version(), late.loaded) == (2, rig.files[2])
     assert "publishing version 2 as a snapshot" in caplog.text
-    await publisher.publish(3, "keep")
+    await sync.publish(3, "keep")
     assert late.loaded == rig.files[3]
 
 
 async def test_a_store_that_fails_is_an_error_of_the_version(rig: Rig) -> None:
-    publisher = synced(rig, Receiving(rig.downloader()))
-    await publisher.publish(0, "keep")
+    sync = synced(rig, Receiving(rig.downloader()))
+    await sync.publish(0, "keep")
     rig.store = Crashing(rig.store.client, rig.store.endpoint, rig.store.bucket)
     with pytest.raises(StoreError, match=r"version 1 could not be published .* the machine went down"):
-        await publisher.publish(1, "keep")
+        await sync.publish(1, "keep")
 
 
 class Counting(ObjectStore):
@@ -364,7 +364,7 @@ class Counting(ObjectStore):
         return super().get_bytes(key)
 
 
-async def test_a_receiver_reads_no_more_than_what_changed_since_its_base(rig: Rig) -> None:
+async def test_a_downloader_reads_no_more_than_what_changed_since_its_base(rig: Rig) -> None:
     counting = Counting(rig.store)
     downloader = rig.downloader(store=counting)
     read: dict[int, list[str]] = {}
@@ -381,8 +381,8 @@ async def test_a_receiver_reads_no_more_than_what_changed_since_its_base(rig: Ri
 async def test_engines_of_one_host_fetch_once(rig: Rig) -> None:
     update = rig.publish(0).update
     counting = Counting(rig.store)
-    receivers = [rig.downloader(store=counting) for _ in range(4)]
-    assert await asyncio.gather(*(fetched(r, update) for r in receivers)) == 4 * [rig.files[0]]
+    downloaders = [rig.downloader(store=counting) for _ in range(4)]
+    assert await asyncio.gather(*(fetched(r, update) for r in downloaders)) == 4 * [rig.files[0]]
     assert sorted(counting.read) == sorted(set(counting.read))
 
 
@@ -418,10 +418,10 @@ class Away(ObjectStore):
 async def test_a_store_that_is_away_for_an_engine_costs_it_no_base_and_the_version_another_try(rig: Rig) -> None:
     away = Away(rig.store)
     engine = Receiving(rig.downloader(store=away))
-    publisher = synced(rig, engine, Receiving(rig.downloader("there")))
-    await publisher.publish(0, "keep")
+    sync = synced(rig, engine, Receiving(rig.downloader("there")))
+    await sync.publish(0, "keep")
     away.errors = [StoreError("no answer")]
-    metrics = await publisher.publish(1, "keep")
+    metrics = await sync.publish(1, "keep")
     assert (engine.loaded, metrics["sync/full"]) == (rig.files[1], 1.0)
 
 
@@ -432,17 +432,17 @@ async def test_a_store_that_stays_away_for_an_engine_is_no_harm_to_the_weights(
     """Another attempt at the run may mend it, unless it is the keys; so may another engine in place of a late one."""
     away = Away(rig.store)
     downloader = rig.downloader(store=away)
-    publisher = synced(rig, Receiving(downloader))
-    await publisher.publish(0, "keep")
+    sync = synced(rig, Receiving(downloader))
+    await sync.publish(0, "keep")
     away.errors = [error] * 100
     with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 1: engine 0: no") as caught:
-        await publisher.publish(1, "keep")
+        await sync.publish(1, "keep")
     assert not isinstance(caught.value, ChainError)
     assert is_retryable(caught.value) == retryable
     assert downloader.path(location_of(rig, 1)).exists()
     late = Receiving(rig.downloader("late", store=Away(rig.store, *[error] * 100)))
     with pytest.raises(StoreError if retryable else SyncError, match="did not adopt version 0 late: engine 9: no"):
-        await publisher.join(9, late)
+        await sync.join(9, late)
 
 
 async def test_keys_that_are_refused_stay_that_where_a_version_is_published(rig: Rig) -> None:

@@ -92,16 +92,16 @@ async def test_every_engine_adopts_the_version(tmp_path: Path) -> None:
 
 
 async def test_the_newest_file_is_kept_and_one_to_write_again(tmp_path: Path) -> None:
-    publisher = rig(tmp_path, FakeEngine())
+    sync = rig(tmp_path, FakeEngine())
     for version in (1, 2, 5, 6):
-        await publisher.publish(version, "keep")
+        await sync.publish(version, "keep")
     assert {path.name for path in (tmp_path / "shm").iterdir()} == {"v6.safetensors", "spare.safetensors"}
 
 
 async def test_the_same_version_can_be_published_again(tmp_path: Path) -> None:
-    publisher = rig(tmp_path, FakeEngine())
-    await publisher.publish(0, "keep")
-    await publisher.publish(0, "keep")
+    sync = rig(tmp_path, FakeEngine())
+    await sync.publish(0, "keep")
+    await sync.publish(0, "keep")
     assert (tmp_path / "shm" / "v0.safetensors").exists()
 
 
@@ -113,13 +113,13 @@ async def test_a_refusing_engine_is_named_with_its_cause(tmp_path: Path) -> None
 async def test_an_engine_that_dies_or_is_stuck_is_left_out_and_the_others_adopt(tmp_path: Path) -> None:
     alive, dead = FakeEngine(), FakeEngine()
     await dead.shutdown()
-    publisher = rig(tmp_path, dead, alive, Stuck(), timeout_s=0.05)
-    await publisher.publish(1, "keep")
+    sync = rig(tmp_path, dead, alive, Stuck(), timeout_s=0.05)
+    await sync.publish(1, "keep")
     assert await alive.version() == 1
     stuck = "could not adopt version 1 within sync.timeout_s = 0.05 s"
-    assert publisher.lost == {EngineId(0): "fake engine: it was shut down", EngineId(2): stuck}
-    await publisher.publish(2, "keep")
-    assert (await alive.version(), publisher.lost) == (2, {})
+    assert sync.lost == {EngineId(0): "fake engine: it was shut down", EngineId(2): stuck}
+    await sync.publish(2, "keep")
+    assert (await alive.version(), sync.lost) == (2, {})
 
 
 async def test_a_death_hides_no_refusal(tmp_path: Path) -> None:
@@ -138,22 +138,22 @@ async def test_an_engine_that_joins_after_all_have_died_is_compared_with_the_wei
         return await uniform(tokens) - np.float32(0.5 * learned)
 
     dead, late = FakeEngine(), FakeEngine()
-    publisher = rig(tmp_path, dead, score=score)
+    sync = rig(tmp_path, dead, score=score)
     await dead.shutdown()
-    await publisher.publish(3, "keep")
+    await sync.publish(3, "keep")
     learned = True  # the trainer has gone on
-    await publisher.join(1, late)
+    await sync.join(1, late)
     assert await late.version() == 3
 
 
 async def test_an_engine_that_dies_while_it_joins_has_not_joined(tmp_path: Path) -> None:
-    publisher, late = rig(tmp_path, FakeEngine()), FakeEngine()
-    await publisher.publish(3, "keep")
+    sync, late = rig(tmp_path, FakeEngine()), FakeEngine()
+    await sync.publish(3, "keep")
     await late.shutdown()
     with pytest.raises(EngineLostError):
-        await publisher.join(1, late)
-    await publisher.publish(4, "keep")
-    assert publisher.lost == {}
+        await sync.join(1, late)
+    await sync.publish(4, "keep")
+    assert sync.lost == {}
 
 
 async def test_a_stuck_trainer_ends_at_the_deadline(tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ async def test_the_gap_is_that_of_the_widest_engine(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_joins_late_is_compared_with_the_trainer_too(tmp_path: Path) -> None:
-    publisher, late = rig(tmp_path, FakeEngine()), Shifted(0.3)
-    await publisher.publish(4, "keep")
+    sync, late = rig(tmp_path, FakeEngine()), Shifted(0.3)
+    await sync.publish(4, "keep")
     with pytest.raises(SyncError, match=r"engine 7 computes something else.* 0\.3000 in the mean"):
-        await publisher.join(7, late)
-    await publisher.publish(5, "keep")
+        await sync.join(7, late)
+    await sync.publish(5, "keep")
     assert await late.version() == 4
 
 
@@ -242,9 +242,9 @@ async def test_only_the_first_publication_tells_what_rounding_may_cost(tmp_path:
     async def shifted(tokens: Any) -> Any:
         return await uniform(tokens) + np.float32(shift)
 
-    publisher = rig(tmp_path, FakeEngine(), score=shifted)
+    sync = rig(tmp_path, FakeEngine(), score=shifted)
     for version, shift in enumerate((0.02, 0.0, 0.2)):
-        gap = (await publisher.publish(version, "keep"))["sync/canary_gap"]
+        gap = (await sync.publish(version, "keep"))["sync/canary_gap"]
         assert gap == pytest.approx(shift, abs=1e-6)
 
 
@@ -253,10 +253,10 @@ async def test_a_publication_without_engines_tells_nothing_of_rounding(tmp_path:
         return await uniform(tokens) + np.float32(0.02)
 
     dead, late = FakeEngine(), FakeEngine()
-    publisher = rig(tmp_path, dead, score=shifted)
+    sync = rig(tmp_path, dead, score=shifted)
     await dead.shutdown()
-    await publisher.publish(0, "keep")
-    await publisher.join(1, late)
+    await sync.publish(0, "keep")
+    await sync.join(1, late)
     assert await late.version() == 0
 
 
@@ -277,9 +277,9 @@ async def test_no_bound_means_no_canary(tmp_path: Path) -> None:
 
 
 async def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> None:
-    publisher = rig(tmp_path, FakeEngine(), expected_nbytes=1 << 60)
+    sync = rig(tmp_path, FakeEngine(), expected_nbytes=1 << 60)
     with pytest.raises(SyncError, match=rf"{1 << 60} bytes needed, \d+ free"):
-        await publisher.publish(1, "keep")
+        await sync.publish(1, "keep")
     assert list((tmp_path / "shm").iterdir()) == []
 
 
@@ -287,30 +287,30 @@ async def test_weights_that_turn_out_not_to_fit_are_an_error_that_says_what_to_d
     async def full(path: Path) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    publisher = exporting(tmp_path, full)
+    sync = exporting(tmp_path, full)
     with pytest.raises(SyncError, match=r"an unknown number of bytes needed, .* enlarge /dev/shm"):
-        await publisher.publish(1, "keep")
+        await sync.publish(1, "keep")
 
 
 async def test_an_engine_that_joins_late_gets_the_newest_version_and_all_later_ones(tmp_path: Path) -> None:
-    publisher, late = rig(tmp_path, FakeEngine()), FakeEngine()
-    await publisher.publish(4, "keep")
-    await publisher.join(1, late)
+    sync, late = rig(tmp_path, FakeEngine()), FakeEngine()
+    await sync.publish(4, "keep")
+    await sync.join(1, late)
     assert await late.version() == 4
-    await publisher.publish(7, "keep")
+    await sync.publish(7, "keep")
     assert await late.version() == 7
 
 
 async def test_an_engine_that_joins_during_a_publication_ends_at_its_version(tmp_path: Path) -> None:
     early, late = Gated(), FakeEngine()
-    publisher = rig(tmp_path, early)
+    sync = rig(tmp_path, early)
     early.gate.set()
-    await publisher.publish(4, "keep")
+    await sync.publish(4, "keep")
     early.gate.clear()
     early.asked.clear()
-    publication = asyncio.create_task(publisher.publish(7, "keep"))
+    publication = asyncio.create_task(sync.publish(7, "keep"))
     await early.asked.wait()
-    joining = asyncio.create_task(publisher.join(1, late))
+    joining = asyncio.create_task(sync.join(1, late))
     await settle()
     early.gate.set()
     await asyncio.gather(publication, joining)
@@ -332,14 +332,14 @@ async def test_the_trainer_may_learn_on_as_soon_as_a_version_is_exported_and_is_
 
     source = FakeWeights(export, score)
     transport = SharedMemoryTransport(tmp_path / "shm", source)
-    publisher = SyncRig(Synchronizer(SyncConfig(), transport, source, CANARY), engine)
-    publication = asyncio.create_task(publisher.publish(4, "keep", exported.set))
+    sync = SyncRig(Synchronizer(SyncConfig(), transport, source, CANARY), engine)
+    publication = asyncio.create_task(sync.publish(4, "keep", exported.set))
     await exported.wait()
     assert await engine.version() == 0
     await engine.asked.wait()
     engine.gate.set()
     await publication
-    await publisher.join(1, FakeEngine())
+    await sync.join(1, FakeEngine())
     assert asked == [False, False]
 
 
@@ -354,14 +354,14 @@ class Ended(Gated):
 
 async def test_an_engine_that_leaves_in_the_middle_of_an_adoption_does_not_fail_it(tmp_path: Path) -> None:
     stays, leaves = FakeEngine(), Ended()
-    publisher = rig(tmp_path, stays, leaves)
-    publication = asyncio.create_task(publisher.publish(4, "keep"))
+    sync = rig(tmp_path, stays, leaves)
+    publication = asyncio.create_task(sync.publish(4, "keep"))
     await leaves.asked.wait()
-    del publisher.engines[EngineId(1)]
+    del sync.engines[EngineId(1)]
     leaves.gate.set()
     await publication
     assert await stays.version() == 4
-    assert publisher.lost == {}
+    assert sync.lost == {}
 
 
 class Other(FakeEngine):
@@ -372,11 +372,11 @@ class Other(FakeEngine):
 
 
 async def test_an_engine_that_computes_something_else_does_not_join(tmp_path: Path) -> None:
-    publisher, late = rig(tmp_path, FakeEngine()), Other()
-    await publisher.publish(4, "keep")
+    sync, late = rig(tmp_path, FakeEngine()), Other()
+    await sync.publish(4, "keep")
     with pytest.raises(SyncError, match="engine 1 computes something else than the trainer"):
-        await publisher.join(1, late)
-    await publisher.publish(5, "keep")
+        await sync.join(1, late)
+    await sync.publish(5, "keep")
     assert await late.version() == 4
 
 
@@ -410,18 +410,18 @@ class Slow(Damaged):
 
 async def test_the_trainer_learns_on_while_a_version_is_sent() -> None:
     exported = asyncio.Event()
-    publisher = SyncRig(Synchronizer(SyncConfig(), Slow(), FakeWeights(), CANARY), FakeEngine())
-    publication = asyncio.create_task(publisher.publish(4, "keep", exported.set))
+    sync = SyncRig(Synchronizer(SyncConfig(), Slow(), FakeWeights(), CANARY), FakeEngine())
+    publication = asyncio.create_task(sync.publish(4, "keep", exported.set))
     await exported.wait()
     assert asyncio.get_running_loop().time() < 1.0
     await publication
 
 
 async def test_a_version_that_is_not_sent_in_time_fails_its_publication() -> None:
-    publisher = SyncRig(Synchronizer(SyncConfig(timeout_s=0.5), Slow(), FakeWeights(), CANARY), FakeEngine())
+    sync = SyncRig(Synchronizer(SyncConfig(timeout_s=0.5), Slow(), FakeWeights(), CANARY), FakeEngine())
     late = r"the trainer could not publish version 4 within sync\.timeout_s = 0\.5 s"
     with pytest.raises(RunError, match=late):
-        await publisher.publish(4, "keep")
+        await sync.publish(4, "keep")
 
 
 class Reading(FakeEngine):
@@ -440,10 +440,10 @@ class Reading(FakeEngine):
 
 async def test_what_one_engine_found_damaged_no_other_that_joins_is_given() -> None:
     early, one, another = Reading(well=True), Reading(), Reading()
-    publisher = SyncRig(Synchronizer(SyncConfig(), Damaged(), FakeWeights(), CANARY), early)
-    await publisher.publish(4, "keep")
-    await publisher.join(1, one)
-    await publisher.join(2, another)
+    sync = SyncRig(Synchronizer(SyncConfig(), Damaged(), FakeWeights(), CANARY), early)
+    await sync.publish(4, "keep")
+    await sync.join(1, one)
+    await sync.join(2, another)
     assert (early.read, one.read, another.read) == (["damaged"], ["damaged", "whole"], ["whole"])
     assert [await engine.version() for engine in (early, one, another)] == [4, 4, 4]
 
@@ -457,18 +457,18 @@ async def test_metrics_are_of_what_the_engines_adopted() -> None:
 
 
 async def test_the_gap_of_an_engine_that_joined_is_told_with_the_next_version(tmp_path: Path) -> None:
-    publisher, late = rig(tmp_path, FakeEngine()), Shifted(0.005)
-    await publisher.publish(4, "keep")
-    await publisher.join(1, late)
+    sync, late = rig(tmp_path, FakeEngine()), Shifted(0.005)
+    await sync.publish(4, "keep")
+    await sync.join(1, late)
     late.shift = 0.0
-    gaps = [(await publisher.publish(version, "keep"))["sync/canary_gap"] for version in (5, 6)]
+    gaps = [(await sync.publish(version, "keep"))["sync/canary_gap"] for version in (5, 6)]
     assert gaps == pytest.approx([0.005, 0.0], abs=1e-6)
 
 
 async def test_an_engine_that_joins_when_the_run_ends_is_asked_nothing(tmp_path: Path) -> None:
-    publisher, late = rig(tmp_path, FakeEngine()), Gated()
-    await publisher.publish(4, "keep")
-    joining = asyncio.create_task(publisher.join(1, late))
+    sync, late = rig(tmp_path, FakeEngine()), Gated()
+    await sync.publish(4, "keep")
+    joining = asyncio.create_task(sync.join(1, late))
     await asyncio.sleep(0)
     joining.cancel()
     await asyncio.wait([joining])
@@ -478,11 +478,11 @@ async def test_an_engine_that_joins_when_the_run_ends_is_asked_nothing(tmp_path:
 
 async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> None:
     early, late = FakeEngine(), Gated()
-    publisher = rig(tmp_path, early)
-    await publisher.publish(4, "keep")
-    joining = asyncio.create_task(publisher.join(1, late))
+    sync = rig(tmp_path, early)
+    await sync.publish(4, "keep")
+    joining = asyncio.create_task(sync.join(1, late))
     await late.asked.wait()
-    publication = asyncio.create_task(publisher.publish(7, "keep"))
+    publication = asyncio.create_task(sync.publish(7, "keep"))
     await settle()
     assert await early.version() == 4
     late.gate.set()
@@ -492,10 +492,10 @@ async def test_a_publication_waits_for_an_engine_that_joins(tmp_path: Path) -> N
 
 async def test_an_engine_that_has_left_gets_no_version_any_more(tmp_path: Path) -> None:
     stays, leaves = FakeEngine(), FakeEngine()
-    publisher = rig(tmp_path, stays, leaves)
-    await publisher.publish(1, "keep")
-    del publisher.engines[EngineId(1)]
-    await publisher.publish(2, "keep")
+    sync = rig(tmp_path, stays, leaves)
+    await sync.publish(1, "keep")
+    del sync.engines[EngineId(1)]
+    await sync.publish(2, "keep")
     assert [await engine.version() for engine in (stays, leaves)] == [2, 1]
 
 
@@ -507,9 +507,9 @@ async def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
 
 
 async def test_close_frees_the_memory(tmp_path: Path) -> None:
-    publisher = rig(tmp_path, FakeEngine())
-    await publisher.publish(1, "keep")
-    publisher.close()
+    sync = rig(tmp_path, FakeEngine())
+    await sync.publish(1, "keep")
+    sync.close()
     assert not (tmp_path / "shm").exists()
 
 
@@ -517,6 +517,6 @@ async def test_an_export_of_another_size_than_announced_is_refused(tmp_path: Pat
     async def cut(path: Path) -> int:
         return path.write_bytes(b"weights") + 1
 
-    publisher = exporting(tmp_path, cut)
+    sync = exporting(tmp_path, cut)
     with pytest.raises(SyncError, match="announced 8 bytes"):
-        await publisher.publish(1, "keep")
+        await sync.publish(1, "keep")

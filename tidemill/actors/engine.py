@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,7 +45,12 @@ class EngineActor:
 
     def __init__(self, config: RunConfig, model_path: str | None, index: int) -> None:
         self.config, self.model_path, self.index = config, model_path, index
-        self.downloader = make_downloader(config) if config.sync.transport == "object_store" else None
+        self.downloader: WeightDownloader | None = None
+        if config.sync.transport == "object_store":
+            folder = weights_folder(config) / "received"  # engines of one host share what they download
+            self.downloader = WeightDownloader(
+                folder, lambda: open_store(config.store, config.output), config.sync.timeout_s
+            )
 
     async def start(self) -> None:
         """Load the model; returns when the first request can come."""
@@ -76,17 +80,11 @@ class EngineActor:
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
         """Fetch the weights while generation goes on, then load them."""
-        async with self.fetched(update) as local:
-            await self.target().update_weights(local, mode)
-
-    @asynccontextmanager
-    async def fetched(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
-        """The update as a file of this host."""
         if self.downloader is None:
-            yield update
+            await self.target().update_weights(update, mode)
             return
         async with self.downloader.local(update) as local:
-            yield local
+            await self.target().update_weights(local, mode)
 
     async def shutdown(self) -> None:
         """End the engine, and free the memory of the received weights."""
@@ -94,15 +92,6 @@ class EngineActor:
             await self.engine.shutdown()
         if self.downloader is not None:
             self.downloader.close()
-
-
-def make_downloader(config: RunConfig) -> WeightDownloader:
-    """The engine's side of the object store; engines of one host share what they fetch."""
-    return WeightDownloader(
-        weights_folder(config) / "received",
-        lambda: open_store(config.store, config.output),
-        config.sync.timeout_s,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import asyncio
 import os
 import shutil
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -120,26 +120,27 @@ class RankActor:
     def upload_weights(self, version: int) -> Publication:
         """Upload what was written last as `version`, see `weights.upload`."""
         timings = Timings()
-        with timings.phase("sync_upload"), self.store() as store:
-            self.check_lease(store)
+        with timings.phase("sync_upload"), self.leased_store() as store:
             publication = self.uploader.publish(store, version, weights_folder(self.config) / WRITTEN)
         return replace(publication, metrics={**publication.metrics, **timings.metrics()})
 
     @ray.method(concurrency_group=WEIGHTS)
     def upload_snapshot(self) -> Publication:
         """Upload the newest version again, as a full snapshot; no other publication is made meanwhile."""
-        with self.store() as store:
-            self.check_lease(store)
+        with self.leased_store() as store:
             return self.uploader.snapshot(store)
 
-    def check_lease(self, store: ObjectStore) -> None:
-        """Refuse to go on without the lease, see `Fence.check`."""
-        if self.claim is not None:
-            Fence(store, self.config.name, self.claim).check()
+    @contextmanager
+    def leased_store(self) -> Iterator[ObjectStore]:
+        """The run's object store, which only the attempt that holds the lease may write to.
 
-    def store(self) -> AbstractContextManager[ObjectStore]:
-        """The run's object store."""
-        return open_store(self.config.store, self.config.output)
+        Raises:
+            CheckpointError: another attempt holds the lease.
+        """
+        with open_store(self.config.store, self.config.output) as store:
+            if self.claim is not None:
+                Fence(store, self.config.name, self.claim).check()
+            yield store
 
     def snapshot(self) -> None:
         """Rank 0 writes everything a restart needs to its staging folder; training may go on when this returns."""
