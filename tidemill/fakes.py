@@ -195,8 +195,8 @@ class FakeEngine:
 
     def _token(self, prompt_ids: Int32Array, sampling: Sampling, n: int, position: int) -> int:
         greedy = sampling.temperature == 0
-        who = (0, 0) if greedy else (sampling.seed, n)
-        return self._draw(prompt_ids, *who, self._version, position) % self._vocab
+        noise = (0, 0) if greedy else (sampling.seed, n)
+        return self._draw(prompt_ids, *noise, self._version, position) % self._vocab
 
     def _draw(self, prompt_ids: Int32Array, *key: object) -> int:
         text = repr((self._seed, *key)).encode()

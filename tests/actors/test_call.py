@@ -63,8 +63,8 @@ DEATHS: list[tuple[Exception, str]] = [
         "engine 1 died: Task was killed due to the node running low on memory\\.",
     ),
     (ActorUnavailableError("lost its connection", b"\1" * 16), "engine 1 died: The actor .* is unavailable: lost .*"),
-    (ObjectLostError("ab", None, ""), "engine 1 died: what it had ready is lost with its process or machine"),
-    (OwnerDiedError("ab", None, ""), "engine 1 died: what it had ready is lost with its process or machine"),
+    (ObjectLostError("ab", None, ""), "engine 1 died: its answer is lost with its process or machine"),
+    (OwnerDiedError("ab", None, ""), "engine 1 died: its answer is lost with its process or machine"),
 ]
 
 

@@ -429,7 +429,7 @@ async def test_a_store_that_is_away_for_an_engine_costs_it_no_base_and_the_versi
 async def test_a_store_that_stays_away_for_an_engine_is_no_harm_to_the_weights(
     rig: Rig, error: StoreError, retryable: bool
 ) -> None:
-    """Another attempt at the run may mend it, unless it is the keys; so may another engine in place of a late one."""
+    """Another attempt at the run may succeed, unless the keys are wrong; so may another late engine."""
     away = Away(rig.store)
     downloader = rig.downloader(store=away)
     sync = synced(rig, Receiving(downloader))

@@ -168,7 +168,7 @@ async def test_a_stuck_trainer_ends_at_the_deadline(tmp_path: Path) -> None:
     "death", [EngineError("its core died"), RunError("engine 1 died: killed"), StoreError("no answer")]
 )
 @pytest.mark.parametrize("other", [SyncError("wrong file"), ChainError("damaged")])
-async def test_what_another_try_may_mend_stays_what_it_is(tmp_path: Path, death: Exception, other: Exception) -> None:
+async def test_a_retryable_error_keeps_its_type(tmp_path: Path, death: Exception, other: Exception) -> None:
     with pytest.raises(type(death), match=r"2 of 3 engines did not adopt version 1: .*; engine 1.*") as caught:
         await rig(tmp_path, Refusing(other), Refusing(death), FakeEngine()).publish(1, "keep")
     assert isinstance(caught.value, RETRYABLE)
@@ -230,7 +230,7 @@ async def test_the_gap_is_that_of_the_widest_engine(tmp_path: Path) -> None:
 async def test_an_engine_that_joins_late_is_compared_with_the_trainer_too(tmp_path: Path) -> None:
     sync, late = rig(tmp_path, FakeEngine()), Shifted(0.3)
     await sync.publish(4, "keep")
-    with pytest.raises(SyncError, match=r"engine 7 computes something else.* 0\.3000 in the mean"):
+    with pytest.raises(SyncError, match=r"engine 7 computes other log-probs.* 0\.3000 in the mean"):
         await sync.join(7, late)
     await sync.publish(5, "keep")
     assert await late.version() == 4
@@ -374,7 +374,7 @@ class Other(FakeEngine):
 async def test_an_engine_that_computes_something_else_does_not_join(tmp_path: Path) -> None:
     sync, late = rig(tmp_path, FakeEngine()), Other()
     await sync.publish(4, "keep")
-    with pytest.raises(SyncError, match="engine 1 computes something else than the trainer"):
+    with pytest.raises(SyncError, match="engine 1 computes other log-probs than the trainer"):
         await sync.join(1, late)
     await sync.publish(5, "keep")
     assert await late.version() == 4

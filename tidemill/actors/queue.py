@@ -6,7 +6,7 @@ object there:
     put, put, put ─► pack ─► Boxed(box, 0), Boxed(box, 1), Boxed(box, 2) ─► the queue ─► lease ─► unpack ─► views
                       └────► one object: [array, array, array] ─────────────────────────────────────┘
 
-An object costs a millisecond whatever its size, so one object for every group would take most of the time of a put. A
+An object of any size costs a millisecond, so one object for every group would take most of the time of a put. A
 box stays in memory until the last of its groups was trained or dropped. They were put within milliseconds, and none may
 wait for longer than `max_staleness` versions, so a box lives no longer than a group may.
 """
@@ -215,7 +215,7 @@ class RemoteQueue:
         """Offer the puts in line until there are none."""
         while self.line:
             await self.offer(self.next_puts())
-            await asyncio.sleep(0)  # those without room go on to wait in the actor, ahead of all that follow
+            await asyncio.sleep(0)  # puts without room wait in the actor now, before all later ones
 
     def next_puts(self) -> list[Put]:
         """Take the head of the line, not much above `OFFER_BYTES`."""

@@ -88,7 +88,7 @@ class RolloutActor:
         return self.rollouter
 
     async def ledger_state(self) -> Mapping[str, object]:
-        """The ledger, with the digests of the data that its numbers stand for."""
+        """The ledger, with the digests of the data that its numbers refer to."""
         return {**await self.rollouter.ledger_state(), **self.digests}
 
     async def canary(self) -> Int32Array:

@@ -51,7 +51,7 @@ from tidemill.weights.synchronizer import Synchronizer
 from tidemill.weights.transport import ObjectStoreTransport, SharedMemoryTransport, Transport
 
 CLOSE_TIMEOUT_S = 90.0
-PLACE_TIMEOUT_S = 60.0  # to find places for the actors, besides their own start
+PLACE_TIMEOUT_S = 60.0  # for Ray to place the actors, on top of their start
 UPLOAD_TIMEOUT_S = 3600.0
 SHOWN_SAMPLES = 5
 LOG = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class Run:
         return None if self.stop.immediate else await parts.ranks.publish_model(trainer.position.version)
 
     async def evaluate_last(self, position: Position, parts: Parts, observer: RunObserver) -> Evaluation | None:
-        """Score the last version if that is asked for; after an immediate stop the engines may not have it."""
+        """Score the last version if `score_last` is set; after an immediate stop the engines may not have it."""
         if not self.score_last or self.stop.immediate or self.config.data.held_out is None:
             return None
         observer.phase("score the held-out prompts after training")

@@ -293,7 +293,7 @@ class VllmEngine:
         except Exception as error:
             resumable = False  # also where the workers do not answer
             resumable = await self._holds_old_version(llm)
-            fate = "" if resumable else "; the engine may hold tensors of two versions and does not go on"
+            fate = "" if resumable else "; the engine may hold tensors of two versions and generates no more"
             raise SyncError(f"the engine could not load version {update.version}: {error}{fate}") from error
         finally:
             if resumable and self._end("resume") is None:

@@ -1,6 +1,6 @@
-"""The engines that requests go to; they come and go while a run goes on.
+"""The engines that get the requests; they join and leave during a run.
 
-The fleet owns the membership. The pool is told of it by calls, and counts what each engine has to do.
+The fleet owns the membership. It calls the pool at every change. The pool counts the requests of each engine.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class EnginePool:
             pooled.failures = 0
 
     def _lose(self, pooled: PooledEngine, why: str) -> None:
-        """Only the first request that reports the loss still has the others beside it."""
+        """Only when the first request reports the loss, the other requests still count."""
         if pooled.lost is None:
             pooled.lost = why
             if pooled.held_out:

@@ -5,7 +5,7 @@ xor     every element xor its base, in byte planes, compressed
 sparse  the changed elements: the gap from one to the next (uint32) and their xor, in byte planes, compressed
 raw     the bytes themselves, where compression gains nothing
 
-The change is a xor and not a difference, because floating-point subtraction rounds and the tensor must come back bit
+The change is a xor and not a difference, because floating-point subtraction rounds and the tensor must arrive bit
 for bit. Byte planes (all first bytes of the elements, then all second bytes, ...) put the sign, the exponent and the
 high bits together. A small update does not change these, so zstd finds long runs of zeros. Byte planes also make
 weights without a base smaller, by nearly a third in bfloat16 and a seventh in float32. A tensor has n elements of

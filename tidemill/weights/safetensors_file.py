@@ -2,7 +2,7 @@
 
 The format (https://huggingface.co/docs/safetensors): the length of the header as 8 little-endian bytes, the header as
 JSON of `{name: {dtype, shape, data_offsets}}`, padded with spaces to a multiple of 8, then the tensors. Read here as
-bytes because numpy has no bfloat16, and because a file must come back byte for byte. Nothing here needs torch.
+bytes because numpy has no bfloat16, and because a file must arrive byte for byte. Nothing here needs torch.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Synchronizer:
     """Brings weights from one trainer to the engines of a fleet, which owns the membership.
 
     An engine that dies or does not answer in time does not fail a publication: the others adopt the version, and the
-    fleet is told of the loss.
+    publication reports the loss to the fleet.
 
     Args:
         config: deadline and canary.
@@ -244,7 +244,7 @@ class Synchronizer:
                 for i in worst
             )
             raise SyncError(
-                f"{engine_id} computes something else than the trainer: after the sync their log-probs differ by "
+                f"{engine_id} computes other log-probs than the trainer: after the sync they differ by "
                 f"{gap:.4f} in the mean, allowed is {bound:.4f} (sync.canary_max_gap is {self._config.canary_max_gap}, "
                 f"and less where rounding is finer); {tokens}"
             )
