@@ -64,7 +64,7 @@ class Pool:
     async def add_engine(self, engine_id: EngineId, engine: RemoteEngine) -> None:
         self.joined[engine_id] = await engine.version()
 
-    async def remove_engine(self, engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
+    async def remove_engine(self, engine_id: EngineId, reason: str, drain_s: float = 0.0) -> int:
         self.removed.append(engine_id)
         return 0
 

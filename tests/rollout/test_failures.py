@@ -115,14 +115,14 @@ async def test_a_prompt_that_crashes_spare_engines_costs_few_scores_and_not_all(
     outcomes: list[Mapping[str, int] | None] = []
 
     async def score(version: int) -> None:
-        engine = await rig.fleet.set_aside()
+        engine = await rig.fleet.reserve_spare()
         assert engine is not None
         try:
             outcomes.append((await rig.rollout.rollouter.evaluate(version, engine)).skipped)
         except EngineLostError:
             outcomes.append(None)
             await until(lambda: engine not in {member.id for member in rig.fleet.members})
-        await rig.fleet.take_back(engine)
+        await rig.fleet.release_spare(engine)
         await until(lambda: len(rig.fleet.members) == 2)
 
     await rig.run(5, score)

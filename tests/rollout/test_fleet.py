@@ -179,7 +179,7 @@ async def test_an_engine_that_is_being_removed_is_ended_whatever_happens(
 ) -> None:
     rig, asked = FleetRig(tmp_path), asyncio.Event()
 
-    async def remove(engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
+    async def remove(engine_id: EngineId, reason: str, drain_s: float = 0.0) -> int:
         asked.set()
         if end == "the rollouter dies":
             raise RunError("the rollouter died")
@@ -225,20 +225,20 @@ async def test_an_engine_is_added_while_the_trainer_waits_and_retired_while_gene
     assert len(rig.rollout.uids) == len(set(rig.rollout.uids)) == 8 * 4
 
 
-async def test_an_engine_that_was_set_aside_catches_up_in_the_way_of_the_run_and_growth_goes_on(tmp_path: Path) -> None:
+async def test_a_spare_engine_catches_up_by_the_pause_mode_of_the_run_and_growth_continues(tmp_path: Path) -> None:
     """What it has in flight is to be treated as on any other engine."""
     rig = FleetRig(tmp_path, elasticity=Elasticity(1, 3))
     async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
         for version in range(2):
             await rig.fleet.publish(version, "wait")
-        aside = await rig.fleet.set_aside()
-        assert aside is not None
+        engine_id = await rig.fleet.reserve_spare()
+        assert engine_id is not None
         await rig.fleet.publish(2, "wait")
-        [spare] = [member for member in rig.members if member.id == aside]
+        [spare] = [member for member in rig.members if member.id == engine_id]
         assert spare.adopted == [0, 1]
         for _ in range(VERSIONS):
             rig.fleet.measured(WAITING)
-        await rig.fleet.take_back(aside)
+        await rig.fleet.release_spare(engine_id)
         await rig.fleet.publish(3, "wait")
         assert (spare.adopted, spare.modes) == ([0, 1, 2, 3], ["wait"] * 4)
         assert not rig.started
@@ -248,7 +248,7 @@ async def test_an_engine_that_was_set_aside_catches_up_in_the_way_of_the_run_and
 
 
 @pytest.mark.parametrize("error", [EngineError("no"), EngineLostError("it died"), StoreError("no answer")])
-async def test_an_engine_that_was_set_aside_and_cannot_catch_up_is_replaced(tmp_path: Path, error: Exception) -> None:
+async def test_a_spare_engine_that_cannot_catch_up_is_replaced(tmp_path: Path, error: Exception) -> None:
     rig = FleetRig(tmp_path)
 
     async def fail(update: WeightUpdate, mode: PauseMode) -> None:
@@ -256,10 +256,10 @@ async def test_an_engine_that_was_set_aside_and_cannot_catch_up_is_replaced(tmp_
 
     async with asyncio.timeout(DEADLINE_S), rig.fleet.kept():
         await rig.fleet.publish(0, "keep")
-        assert await rig.fleet.set_aside() == EngineId(1)
+        assert await rig.fleet.reserve_spare() == EngineId(1)
         rig.members[1].update_weights = fail  # type: ignore[method-assign]
         await rig.fleet.publish(1, "keep")
-        await rig.fleet.take_back(EngineId(1))
+        await rig.fleet.release_spare(EngineId(1))
         await until(lambda: [member.id.number for member in rig.fleet.members] == [0, 2])
     assert (rig.members[1].ended, rig.started[0].adopted) == (True, [1])
 

@@ -261,15 +261,15 @@ async def stuck_rig() -> tuple[Rig, FakeEngine, asyncio.Task[None]]:
     return rig, stuck, run
 
 
-@pytest.mark.parametrize("fate", ["stays", "set aside", "retired"])
+@pytest.mark.parametrize("fate", ["stays", "cordoned", "retired"])
 async def test_mask_cancels_groups_of_an_engine_without_newer_versions_once_they_are_too_old(fate: str) -> None:
     rig, stuck, run = await stuck_rig()
     held, dropped = len(stuck.requests), []
     leaving = asyncio.create_task(asyncio.sleep(0))
     if fate != "stays":
         rig.engines.remove(stuck)  # it gets no new versions
-    if fate == "set aside":
-        await rig.rollouter.set_engine_aside(EngineId(1))
+    if fate == "cordoned":
+        await rig.rollouter.cordon_engine(EngineId(1))
     if fate == "retired":
         leaving = asyncio.create_task(rig.rollouter.remove_engine(EngineId(1), "engine_retired", 800.0))
         await asyncio.sleep(0.01)
@@ -279,16 +279,16 @@ async def test_mask_cancels_groups_of_an_engine_without_newer_versions_once_they
     assert dropped == [0, 0 if fate == "stays" else held]
     async with asyncio.timeout(5):
         await leaving
-    assert (rig.rollouter._engines.kept_version(EngineId(1)) is not None) == (fate == "set aside")
+    assert (rig.rollouter._engines.kept_version(EngineId(1)) is not None) == (fate == "cordoned")
     await rig.rollouter.stop()
     await run
 
 
 async def test_mask_cancels_nothing_of_an_engine_that_was_taken_back() -> None:
     rig, _, run = await stuck_rig()
-    await rig.rollouter.set_engine_aside(EngineId(1))
+    await rig.rollouter.cordon_engine(EngineId(1))
     await rig.train_step()
-    await rig.rollouter.take_engine_back(EngineId(1))
+    await rig.rollouter.uncordon_engine(EngineId(1))
     await rig.train_step()
     assert "dropped/stale" not in rig.ledger.counts()
     await rig.rollouter.stop()

@@ -133,14 +133,14 @@ class RemoteRollouter(Remote):
     stats = forward(Generation.stats)
 
     add_engine = forward(Rotation.add_engine)
-    set_engine_aside = forward(Rotation.set_engine_aside)
-    take_engine_back = forward(Rotation.take_engine_back)
+    cordon_engine = forward(Rotation.cordon_engine)
+    uncordon_engine = forward(Rotation.uncordon_engine)
     lost_engines = forward(Rotation.lost_engines)
 
-    async def remove_engine(self, engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
+    async def remove_engine(self, engine_id: EngineId, reason: str, drain_s: float = 0.0) -> int:
         """Send this engine no more groups, see `Rotation`; its patience comes on top of the deadline."""
-        removing = self.actor.remove_engine.remote(engine_id, reason, patience_s)
-        return await self.answer(removing, patience_s + CONTROL_TIMEOUT_S)
+        removing = self.actor.remove_engine.remote(engine_id, reason, drain_s)
+        return await self.answer(removing, drain_s + CONTROL_TIMEOUT_S)
 
 
 def start_rollouter(

@@ -53,7 +53,7 @@ class PooledEngine:
         failures: requests that failed in a row.
         finished: requests that it has answered.
         lost: why it cannot be used any more.
-        kept_version: of a closed engine, which gets neither new requests nor newer versions.
+        kept_version: of a cordoned engine, which gets neither new requests nor newer versions.
         held_out: how many of its requests are held-out prompts.
     """
 
@@ -92,19 +92,19 @@ class EnginePool:
         pooled = self._engines.pop(engine_id, None)
         return 0 if pooled is None else pooled.finished
 
-    def close(self, engine_id: EngineId, version: int) -> None:
+    def cordon(self, engine_id: EngineId, version: int) -> None:
         """Send an engine no new requests, except those that name it; it keeps its version."""
         if engine_id in self._engines:
             self._engines[engine_id].kept_version = version
 
-    def reopen(self, engine_id: EngineId) -> None:
-        """Send a closed engine new requests again."""
+    def uncordon(self, engine_id: EngineId) -> None:
+        """Send a cordoned engine new requests again."""
         if engine_id in self._engines:
             self._engines[engine_id].kept_version = None
             self._change()
 
     def kept_version(self, engine_id: EngineId | None) -> int | None:
-        """The version of a closed engine; None for any other."""
+        """The version of a cordoned engine; None for any other."""
         pooled = None if engine_id is None else self._engines.get(engine_id)
         return None if pooled is None else pooled.kept_version
 

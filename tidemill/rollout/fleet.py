@@ -58,19 +58,19 @@ class Rotation(Protocol):
         """Send groups to this engine, which has the newest version."""
         ...
 
-    async def remove_engine(self, engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
+    async def remove_engine(self, engine_id: EngineId, reason: str, drain_s: float = 0.0) -> int:
         """Send this engine no more groups; those that it does not finish in time are issued again.
 
         Returns:
-            How many groups it finished, and how many prompts were set aside because they killed it.
+            How many groups it finished, and how many prompts were quarantined because they crashed it.
         """
         ...
 
-    async def set_engine_aside(self, engine_id: EngineId) -> None:
+    async def cordon_engine(self, engine_id: EngineId) -> None:
         """Send this engine no more groups, except held-out prompts that name it; it finishes those that it has."""
         ...
 
-    async def take_engine_back(self, engine_id: EngineId) -> None:
+    async def uncordon_engine(self, engine_id: EngineId) -> None:
         """Send groups to this engine again, unless it has been removed."""
         ...
 
@@ -133,7 +133,7 @@ class Fleet:
         self._ids = map(EngineId, itertools.count(len(members)))
         self._crashes = CrashLoop(time.monotonic)
         self._mode: PauseMode = "keep"
-        self._aside: EngineId | None = None
+        self._spare: EngineId | None = None
         self._change: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -153,35 +153,35 @@ class Fleet:
         return adopted.metrics
 
     def _adopting(self) -> Mapping[EngineId, Engine]:
-        """The members that take new versions: not the one that is set aside, and none that is lost."""
+        """The members that take new versions: all but the spare one and the lost ones."""
         lost = {engine_id for engine_id, loss in self._losses.items() if loss.done()}
-        return {member.id: member for member in self.members if member.id not in lost | {self._aside}}
+        return {member.id: member for member in self.members if member.id not in lost | {self._spare}}
 
-    async def set_aside(self) -> EngineId | None:
+    async def reserve_spare(self) -> EngineId | None:
         """Take an engine out of rotation and publications, so that it keeps its version; None if it is the only one."""
         if len(self._members) < 2:
             return None
-        self._aside = self.members[-1].id
-        await self._rotation.set_engine_aside(self._aside)
-        return self._aside
+        self._spare = self.members[-1].id
+        await self._rotation.cordon_engine(self._spare)
+        return self._spare
 
-    async def take_back(self, engine_id: EngineId) -> None:
-        """Give an engine that was set aside the newest version, and groups again; a lost one is left alone."""
+    async def release_spare(self, engine_id: EngineId) -> None:
+        """Give the spare engine the newest version, and groups again; a lost one is left alone."""
         try:
             for member in self.members:
                 if member.id == engine_id:
                     await self._catch_up(member)
         finally:
-            self._aside = None
+            self._spare = None
 
     async def _catch_up(self, member: Member) -> None:
         try:
             async with self._synchronizer.joining(member.id, member, self._mode):
-                self._aside = None
+                self._spare = None
         except (EngineError, StoreError) as error:
             self._report(member.id, str(error))
         else:
-            await self._rotation.take_engine_back(member.id)
+            await self._rotation.uncordon_engine(member.id)
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -204,7 +204,7 @@ class Fleet:
         """Take the metrics of an optimizer step; at the end of a version an engine may be added or retired."""
         if self._elasticity is None or self._tasks is None:
             return
-        if self._aside or len(self._members) < len(self._watches) or not (self._change is None or self._change.done()):
+        if self._spare or len(self._members) < len(self._watches) or not (self._change is None or self._change.done()):
             self._elasticity.forget()
             return
         self._elasticity.step(metrics["time/step"], metrics["idle/trainer"], metrics["idle/rollouter"])

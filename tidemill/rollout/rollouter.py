@@ -255,15 +255,15 @@ class Rollouter:
         self._accounting.metrics.count("engines_joined")
         self._resize()
 
-    async def remove_engine(self, engine_id: EngineId, reason: str, patience_s: float = 0.0) -> int:
+    async def remove_engine(self, engine_id: EngineId, reason: str, drain_s: float = 0.0) -> int:
         """Send no more groups to an engine; those not finished in time are dropped for `reason` and issued again.
 
         Returns:
             Number of requests that it had answered, plus the prompts that were quarantined because they crashed it.
         """
-        await self.set_engine_aside(engine_id)
-        if patience_s:
-            await self._engines.drained(engine_id, patience_s)
+        await self.cordon_engine(engine_id)
+        if drain_s:
+            await self._engines.drained(engine_id, drain_s)
         else:  # requests of a dead engine fail by themselves, and their errors tell a crash from another loss
             await self._engines.quiet(engine_id, self._timeouts.answer_s)
         finished = self._engines.remove(engine_id)
@@ -275,17 +275,17 @@ class Rollouter:
         crashes = self._accounting.crashes, self._evaluator.crashes
         return finished + sum(counted.take_quarantined(engine_id) for counted in crashes)
 
-    async def set_engine_aside(self, engine_id: EngineId) -> None:
+    async def cordon_engine(self, engine_id: EngineId) -> None:
         """Send no more groups to an engine, which gets no newer version and finishes the groups that it has.
 
         Only an evaluation that names the engine still uses it.
         """
-        self._engines.close(engine_id, self._admission.version)
+        self._engines.cordon(engine_id, self._admission.version)
         self._resize()
 
-    async def take_engine_back(self, engine_id: EngineId) -> None:
+    async def uncordon_engine(self, engine_id: EngineId) -> None:
         """Send groups to the engine again, which has the newest version."""
-        self._engines.reopen(engine_id)
+        self._engines.uncordon(engine_id)
         self._resize()
 
     async def lost_engines(self) -> Mapping[EngineId, str]:

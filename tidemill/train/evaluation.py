@@ -4,7 +4,7 @@ A score belongs to one version, so the engines that answer must not adopt anothe
 
 blocking: the trainer waits for the score.
 concurrent: training continues, and the next weight sync waits for the score. Engines serve held-out prompts first.
-spare: one engine is set aside. It keeps its version, answers, and catches up afterwards; syncs skip it. If it is the
+spare: one engine is reserved. It keeps its version, answers, and catches up afterwards; syncs skip it. If it is the
     only engine, the mode is concurrent.
 """
 
@@ -23,13 +23,13 @@ Mode = Literal["blocking", "concurrent", "spare"]
 
 
 class Spares(Protocol):
-    """Sets engines aside: `rollout.fleet.Fleet`."""
+    """Reserves a spare engine: `rollout.fleet.Fleet`."""
 
-    async def set_aside(self) -> EngineId | None:
+    async def reserve_spare(self) -> EngineId | None:
         """Take an engine out of rollout and weight syncs; None if it is the only one."""
         ...
 
-    async def take_back(self, engine: EngineId) -> None:
+    async def release_spare(self, engine: EngineId) -> None:
         """Bring an engine to the newest version and return it to rollout."""
         ...
 
@@ -66,7 +66,7 @@ class Validation:
         if self.mode == "blocking":
             self.evaluated(step, await self.generation.evaluate(version))
             return
-        self._spare = await self.fleet.set_aside() if self.mode == "spare" else None
+        self._spare = await self.fleet.reserve_spare() if self.mode == "spare" else None
         self._task = asyncio.create_task(self._score(step, version, self._spare))
 
     async def settle(self) -> None:
@@ -96,4 +96,4 @@ class Validation:
             self.notice(
                 f"version {version} has no held-out score, because the only engine with that version was lost: {error}"
             )
-        await self.fleet.take_back(spare)
+        await self.fleet.release_spare(spare)
