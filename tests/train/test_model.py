@@ -151,5 +151,5 @@ def test_no_forward_pass_is_random_whatever_the_config_says(tmp_path: Path, save
     for policy in (checkpointing, checkpointing):
         torch.testing.assert_close(policy.forward(policy.network, batches[0]).detach().numpy(), expected)
     config = json.loads((tmp_path / "config.json").read_text())
-    outline = load_meta_model(tmp_path, gradient_checkpointing=True)
-    assert outline.training and 0.5 in config.values() and 0.5 not in outline.config.to_dict().values()
+    meta = load_meta_model(tmp_path, gradient_checkpointing=True)
+    assert meta.training and 0.5 in config.values() and 0.5 not in meta.config.to_dict().values()

@@ -120,7 +120,7 @@ def norms(layer: nn.Module) -> Iterator[nn.Module]:
 class RankZeroValues:
     """Parameters and buffers of a network whose values only rank 0 has loaded.
 
-    A machine of many ranks so holds the whole model once, not once per rank. Buffers are included, because those that
+    So a machine with many ranks holds the whole model once, not once per rank. Buffers are included, because those that
     are not in a state dict (rotary frequencies) have no values on the `meta` device either.
     """
 
