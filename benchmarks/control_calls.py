@@ -1,8 +1,7 @@
-"""How soon an engine's process answers control calls while thousands of generations are open.
+"""The time in which an engine's process answers control calls while thousands of generations are open.
 
-The actor is the real one, in a process of its own; the engine in it is the stand-in, whose generations stay at their
-first token until new weights come. So what is measured is the way of a call past a crowd, not vLLM. Each row is beside
-the same call of an engine that has nothing to do.
+The actor is the real one, in a process of its own. Its engine is the stand-in, whose generations stay at their first
+token until the next weight update, so vLLM is not measured. Each row compares with the same call of an idle engine.
 
     python benchmarks/control_calls.py [--open 3000] [--repeats 5] [--json rows.json]
 """
@@ -27,7 +26,7 @@ from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import EngineId
 
 PROMPT, SAMPLING = np.arange(3, dtype=np.int32), Sampling(n=1, max_tokens=3, temperature=1.0)
-MODES: tuple[PauseMode, ...] = ("keep", "abort")  # `wait` takes as long as what it waits for
+MODES: tuple[PauseMode, ...] = ("keep", "abort")  # `wait` takes as long as the generations
 CALLS = 20
 DEADLINE_S = 120.0
 
@@ -47,7 +46,7 @@ async def milliseconds(call: Callable[[], Awaitable[object]]) -> float:
 
 
 async def measure(crowd: int, mode: PauseMode) -> tuple[float, float]:
-    """The slowest of some calls that only ask, and a weight update, with so many generations open."""
+    """The slowest of some calls of `version`, and a weight update, while `crowd` generations are open."""
     engine = RemoteEngine(EngineId(0), engine_shell(CrowdedActor, Placement(), {}).remote(crowd))
     generations = [asyncio.create_task(engine.generate(f"{uid}.0", PROMPT, SAMPLING)) for uid in range(crowd)]
     async with asyncio.timeout(DEADLINE_S):
@@ -64,7 +63,7 @@ async def measure(crowd: int, mode: PauseMode) -> tuple[float, float]:
 
 
 def rows(crowd: int, repeats: int) -> Iterator[Row]:
-    """Medians of the passes, which take turns."""
+    """Medians of alternating passes."""
     for mode in MODES:
         full, empty = [], []
         for _ in range(repeats):

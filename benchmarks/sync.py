@@ -1,24 +1,25 @@
-"""From a new version at the trainer to the same bytes in the engine's parameters, by every transport.
+"""The time from a new version in the trainer to the same bytes in the engine's parameters, for every transport.
 
     python benchmarks/sync.py [--megabytes 10 100 500] [--repeats 5] [--memory] [--json PATH]
 
-Beside it, in the same run: a plain copy in memory, and `torch.save` + `ray.put` + `ray.get` + `torch.load`. Every way
-begins with bfloat16 tensors and ends with the same loop that copies each into a parameter, all in one process and, as
-in a run, in an event loop that is running already. What vLLM does to load comes on top, and is the same for every way;
-so does the cast of the trainer's float32 weights.
+The same run measures a plain copy in memory, and `torch.save` + `ray.put` + `ray.get` + `torch.load`. Every method
+starts with bfloat16 tensors and ends with the same loop that copies each into a parameter, all in one process and, as
+in a run, in a running event loop. The loading of vLLM and the cast of the trainer's float32 weights are the same for
+every method and are not included.
 
-Between two publications every weight moves by a learning rate of 1e-6 in float32, so that a delta is what it would be
-in a run. The object store is the embedded server, its data on disk. Rows: name, unit, ours, other, ratio (ours over
+Between two publications every weight changes by a learning rate of 1e-6 in float32, so that a delta is as large as in
+a run. The object store is the embedded server, its data on disk. Rows: name, unit, ours, other, ratio (ours over
 other), medians of the passes.
 
-`shared_memory` and the plain copy come first and alone, before Ray and the object store are up: servers that are still
-freeing or writing what another way left behind take memory bandwidth from whichever comes next. `--memory` stops there.
+`shared_memory` and the plain copy are measured first, before Ray and the object store are started: servers that still
+free or write the data of another method take memory bandwidth. `--memory` stops there.
 
-Why `shared_memory` costs no more than the copy: the two files are written in turn and stay mapped on both sides. The
-first touch of a page costs several times its copy: 100 MB took 60 ms into a new file, 48 to 83 ms into a file mapped
-anew, and 13 ms into one that had stayed mapped; reading took 54, 31 and 11 ms. A fixed third to half of a millisecond
-a version remains (two renames, two opens, two locks), so 2 MB take 0.6 ms where a copy takes 0.2. A copy that goes
-through the buffer tensor by tensor is 1.2 to 1.4 times faster, but a version must be whole before an engine takes it.
+`shared_memory` costs little more than the copy, because the two files are written in turn and stay mapped on both
+sides. The first touch of a page costs several times its copy: 100 MB took 60 ms into a new file, 48 to 83 ms into a
+file mapped again, and 13 ms into a file that had stayed mapped; reading took 54, 31 and 11 ms. A fixed third to half
+of a millisecond a version remains (two renames, two opens, two locks), so 2 MB take 0.6 ms where a copy takes 0.2. A
+copy that goes through the buffer tensor by tensor is 1.2 to 1.4 times faster, but a version must be whole before an
+engine takes it.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ class Weights:
         self.weights = {f"layer.{n}": master.to(torch.bfloat16) for n, master in enumerate(self.masters)}
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """The engine's end of every way."""
+        """The engine's end of every method."""
         self.parameters[name].copy_(tensor)
 
     def check(self, way: str) -> None:
-        """A way that loses a bit is no way."""
+        """Fail if a method changed a bit."""
         for name, tensor in self.weights.items():
             if not torch.equal(tensor.view(torch.int16), self.parameters[name].view(torch.int16)):
                 raise SystemExit(f"{way} changed {name}")
@@ -94,7 +95,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Result:
-    """Median milliseconds by way, and the bytes that a way put into the object store for one version."""
+    """Median milliseconds by method, and the bytes that a method stored for one version."""
 
     median: Mapping[str, float]
     stored: Mapping[str, float]
@@ -102,7 +103,7 @@ class Result:
 
 @dataclass
 class Ways:
-    """Every way from the trainer's weights to the engine's parameters."""
+    """Every method from the trainer's weights to the engine's parameters."""
 
     weights: Weights
     folder: Path
@@ -126,7 +127,7 @@ class Ways:
         yield self.store
 
     async def export(self, path: Path) -> int:
-        """As the trainer does."""
+        """Write the weights as the trainer does."""
         return self.exports[path.parent].write(path, self.weights.weights, torch.bfloat16)
 
     def all(self) -> dict[str, Callable[[], Awaitable[None]]]:
@@ -141,14 +142,14 @@ class Ways:
         }
 
     async def copy(self) -> None:
-        """Into a buffer that is there already, and when it holds a whole version, from it."""
+        """Copy into an existing buffer, and from there once it holds a whole version."""
         for name, tensor in self.weights.weights.items():
             self.weights.staging[name].copy_(tensor)
         for name, tensor in self.weights.staging.items():
             self.weights.load(name, tensor)
 
     async def copy_each(self) -> None:
-        """The same tensor by tensor, each loaded while the cache holds it; an engine would see versions mixed."""
+        """Copy tensor by tensor, each while it is in the cache; an engine would see mixed versions."""
         for name, tensor in self.weights.weights.items():
             self.weights.load(name, self.weights.staging[name].copy_(tensor))
 
@@ -192,7 +193,7 @@ class Ways:
         self.transport.close()
 
     async def passes(self, names: Sequence[str], count: int) -> dict[str, float]:
-        """Median milliseconds of these ways, which take turns, also at being first."""
+        """Median milliseconds of these methods, in alternating order."""
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for number in range(WARM_UP + count):
             self.weights.move()

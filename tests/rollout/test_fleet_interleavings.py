@@ -287,7 +287,7 @@ class UnsteadyTraining:
         self.scored.append((step, evaluation.version))
 
     def notice(self, text: str) -> None:
-        """Who reads it is not here."""
+        """Nobody reads it here."""
 
     async def kill(self) -> None:
         await asyncio.sleep(0.02)
