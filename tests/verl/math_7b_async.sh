@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A verl run in the fully asynchronous mode, in the form in which such scripts are written.
+# A verl run in fully asynchronous mode, written as users write such scripts.
 set -xeuo pipefail
 
 project_name='MATH'

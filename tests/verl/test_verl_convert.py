@@ -1,4 +1,4 @@
-"""A verl command becomes a run file, and nothing of it is lost without a word."""
+"""A verl command becomes a run file; every setting is converted, listed or refused."""
 
 from __future__ import annotations
 
