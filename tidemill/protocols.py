@@ -229,10 +229,10 @@ class Generation(Protocol):
         ...
 
     async def evaluate(self, version: int, engine: EngineId | None = None) -> Evaluation:
-        """Score the held-out prompts with the present weights of the engines, or of one engine that is set aside.
+        """Score the held-out prompts with the present weights of the engines, or of a cordoned one.
 
         Raises:
-            EngineLostError: the engine that is set aside is lost.
+            EngineLostError: the cordoned engine is lost.
         """
         ...
 

@@ -138,7 +138,7 @@ class RemoteRollouter(Remote):
     lost_engines = forward(Rotation.lost_engines)
 
     async def remove_engine(self, engine_id: EngineId, reason: str, drain_s: float = 0.0) -> int:
-        """Send this engine no more groups, see `Rotation`; its patience comes on top of the deadline."""
+        """As `Rotation.remove_engine`; the deadline of the call is longer by `drain_s`."""
         removing = self.actor.remove_engine.remote(engine_id, reason, drain_s)
         return await self.answer(removing, drain_s + CONTROL_TIMEOUT_S)
 
