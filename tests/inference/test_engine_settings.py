@@ -9,8 +9,7 @@ import pytest
 
 from tidemill.config.rollout import RolloutConfig
 from tidemill.errors import ConfigError
-from tidemill.inference.engine import engine_environment
-from tidemill.inference.engine_settings import context_length, engine_settings
+from tidemill.inference.engine_settings import context_length, engine_environment, engine_settings
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tidemill.actors.placement import Placement, engine_placement
 from tidemill.cluster.local import weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.errors import EngineError, EngineLostError, TidemillError
+from tidemill.inference.engine_settings import engine_environment
 from tidemill.models.locate import Locator, fetch_model_once
 from tidemill.protocols import Engine, Evaluation, PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, EngineId, Int32Array
@@ -141,8 +142,6 @@ class RemoteEngine(Remote):
 
 def start_engine(config: RunConfig, model_path: str | None, engine_id: EngineId) -> RemoteEngine:
     """Place one engine; its model loads when `start` of the actor is called."""
-    from tidemill.inference.engine import engine_environment
-
     placement = engine_placement(config)
     environment = engine_environment(config.rollout, placement.gpus)
     if model_path is None:
@@ -183,8 +182,6 @@ async def score_remotely(config: RunConfig, model: str) -> Evaluation:
     Raises:
         TidemillError: the engine, a reward function or the data fails.
     """
-    from tidemill.inference.engine import engine_environment
-
     placement = engine_placement(config)
     options = placement.options(engine_environment(config.rollout, placement.gpus))
     actor = ray.remote(ScorerActor).options(**options).remote(config)

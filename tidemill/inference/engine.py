@@ -36,7 +36,6 @@ from tidemill.protocols import PauseMode, Sampling, WeightUpdate
 from tidemill.records import Completion, Float32Array, Int32Array
 from tidemill.task_group import task_group
 
-__all__ = ["VllmEngine", "engine_environment"]
 CONTROL_TIMEOUT_S = 60.0
 ABORT_POLL_S = 0.01
 DEATH_POLL_S = 0.25

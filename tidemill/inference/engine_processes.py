@@ -22,14 +22,16 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process and its descendants; those that end meanwhile do not count."""
-    total = 0
-    for process in [psutil.Process(), *children()]:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total
+    """Resident memory of this process and its descendants."""
+    return sum(map(memory_of, [psutil.Process(), *children()]))
+
+
+def memory_of(process: psutil.Process) -> int:
+    """Resident memory of a process; 0 for one that has ended."""
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def end_processes(processes: Sequence[psutil.Process], patience_s: float = 10.0) -> None:
