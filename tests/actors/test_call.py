@@ -1,11 +1,12 @@
-"""What becomes of a call to an actor that fails, dies or never answers."""
+"""Calls of actors that fail, die or never answer, and the proxies that make them."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import traceback
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
@@ -18,8 +19,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from tidemill.actors.call import call
-from tidemill.errors import ConfigError, RunError
+from tidemill.actors.call import Remote, call, delegate, forward
+from tidemill.errors import ConfigError, EngineLostError, RunError
 
 
 def died(why: str) -> ActorDiedError:
@@ -79,3 +80,70 @@ async def test_death_names_the_actor_and_the_reason_on_one_line(death: Exception
 async def test_actor_that_never_answers_ends_at_the_deadline() -> None:
     with pytest.raises(RunError, match=r"trainer rank 0 did not answer within 0\.05 s"):
         await call("trainer rank 0", asyncio.sleep(60), timeout_s=0.05)
+
+
+class Counter(Protocol):
+    async def add(self, number: int, times: int = 1) -> int: ...
+
+    async def wait(self) -> None: ...
+
+
+class Plain:
+    total = 0
+
+    async def add(self, number: int, times: int = 1) -> int:
+        self.total += number * times
+        return self.total
+
+    async def wait(self) -> None:
+        await asyncio.sleep(60)
+
+
+@delegate(Counter)
+class CounterActor:
+    """Passes `add` on and has a `wait` of its own."""
+
+    def __init__(self) -> None:
+        self.plain = Plain()
+
+    def target(self) -> Plain:
+        return self.plain
+
+    async def wait(self) -> None:
+        await asyncio.sleep(30)
+
+
+class Handle:
+    """What Ray gives for an actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.actor, name)
+        return type("Method", (), {"remote": staticmethod(method)})
+
+
+@dataclass(frozen=True)
+class RemoteCounter(Remote):
+    actor: Any
+    name = "the counter"
+    lost = EngineLostError
+
+    add = forward(Counter.add)
+    wait = forward(Counter.wait, timeout_s=0.05)
+
+
+async def test_a_proxy_calls_the_method_of_the_same_name_of_the_actors_target() -> None:
+    counter = RemoteCounter(Handle(CounterActor()))
+    assert [await counter.add(2), await counter.add(3, times=2)] == [2, 8]
+
+
+async def test_a_proxy_has_its_own_deadline_and_its_own_error_for_a_lost_actor() -> None:
+    with pytest.raises(EngineLostError, match=r"the counter did not answer within 0\.05 s"):
+        await RemoteCounter(Handle(CounterActor())).wait()
+
+
+def test_an_actor_keeps_the_methods_that_it_defines_itself() -> None:
+    assert CounterActor.wait.__qualname__ == "CounterActor.wait"
+    assert CounterActor.add.__name__ == "add"  # type: ignore[attr-defined]
