@@ -17,7 +17,8 @@ HOUR = 3600
 LONGEST = 8 * 24 * HOUR
 """Seconds of the training step: a day more than the default of `kubernetes.max_hours`."""
 KEPT = 3 * 24 * HOUR
-"""Seconds that a finished workflow and what it owns stay in the cluster; KFP keeps its own record."""
+"""Seconds that a finished workflow and what it owns stay in the cluster; KFP keeps its own record. Has no effect in a
+stock KFP, whose `workflow-controller-configmap` sets one hour."""
 MEMORY = "2Gi"
 RETRIES, BACKOFF, FACTOR, LONGEST_BACKOFF = 3, "5s", 4.0, "300s"
 

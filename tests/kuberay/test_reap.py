@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from api_server import Server
-from kuberay_rig import Rig
+from kuberay_rig import Rig, with_kubernetes
 
 from tidemill.config.names import HEARTBEAT
 from tidemill.errors import ClusterError, RunError
@@ -38,15 +38,49 @@ def test_a_dry_run_deletes_nothing(rig: Rig) -> None:
     assert rig.left() == [rig.job()]
 
 
-def test_a_run_that_has_ended_is_deleted_after_a_day(rig: Rig) -> None:
+def test_a_run_that_has_ended_is_deleted_after_its_time_to_live(rig: Rig) -> None:
+    rig.owner = Owner(kfp_run="kfp-1")
+    with_kubernetes(rig, keep_s=600)
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.operator.succeed(rig.job())
+    rig.clock.sleep(590)
+    assert reasons(rig, is_over=lambda run: True) == {}
+    rig.clock.sleep(20)
+    assert reasons(rig, is_over=lambda run: False) == {}, "another step of its pipeline may follow"
+    assert reasons(rig, is_over=lambda run: True) == {rig.job(): "its KFP run kfp-1 is over"}
+
+
+def test_a_run_that_ended_in_a_pipeline_that_goes_on_is_deleted_half_an_hour_later(rig: Rig) -> None:
+    """KFP's Retry runs the last steps again, but not the exit handler."""
     rig.owner = Owner(kfp_run="kfp-1")
     rig.watcher().provision()
     rig.operator.admit(rig.job())
     rig.operator.succeed(rig.job())
-    rig.clock.sleep(3600)
-    assert reasons(rig, is_over=lambda run: True) == {}
-    rig.clock.sleep(24 * 3600)
-    assert reasons(rig) == {rig.job(): "it ended 1 day ago"}
+    rig.clock.sleep(1790)
+    assert reasons(rig, is_over=lambda run: False) == {}
+    rig.clock.sleep(20)
+    assert list(reasons(rig, is_over=lambda run: False)) == [rig.job()]
+
+
+def test_a_cluster_that_is_kept_for_long_stays_without_a_watcher(rig: Rig) -> None:
+    with_kubernetes(rig, keep_s=7200)
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    rig.operator.succeed(rig.job())
+    rig.clock.sleep(7100)
+    assert reasons(rig) == {}
+    rig.clock.sleep(200)
+    assert list(reasons(rig)) == [rig.job()]
+
+
+def test_a_job_that_was_refused_has_no_end_and_is_deleted(rig: Rig) -> None:
+    rig.watcher().provision()
+    rig.operator.job(rig.job())["status"] = {"jobDeploymentStatus": "ValidationFailed"}
+    rig.clock.sleep(1790)
+    assert reasons(rig) == {}
+    rig.clock.sleep(20)
+    assert list(reasons(rig)) == [rig.job()]
 
 
 def test_a_job_without_a_heartbeat_counts_from_its_creation(rig: Rig) -> None:

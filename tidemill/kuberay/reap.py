@@ -1,7 +1,7 @@
 """Deletes abandoned RayJobs: GPUs come back even if a pipeline ended without its exit handler.
 
 A RayJob is abandoned if its watcher has written no heartbeat for long, if its KFP run is over, or if the workflow that
-owns it is gone. A RayJob that has ended holds nothing after its time to live, and is deleted a day later.
+owns it is gone. One that has ended keeps its cluster for its time to live, so that the dashboard can be read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from tidemill.kuberay.cluster import (
     name_of,
     seconds,
 )
-from tidemill.observe.text import counted
 
 MINUTE_S = 60.0
-DAY_S = 24 * 3600.0
-STATUS_KEPT_S = 14 * DAY_S
+STATUS_KEPT_S = 14 * 24 * 3600.0
 """Age at which the status of a run is deleted."""
 KFP_ENDED = frozenset({"SUCCEEDED", "FAILED", "CANCELED", "SKIPPED"})
 TOKEN_PATH = "KF_PIPELINES_SA_TOKEN_PATH"
@@ -98,17 +96,9 @@ def abandoned(cluster: Cluster, job: Object, max_age_s: float, now: float, is_ov
     """Why a RayJob is abandoned; None if it is not, or is being deleted."""
     if job["metadata"].get("deletionTimestamp"):
         return None
-    if has_ended(job):
-        return expired(job, now)
-    return unwatched(job, max_age_s, now) or orphaned(cluster, job) or left_by_pipeline(job, is_over)
-
-
-def expired(job: Object, now: float) -> str | None:
-    """Why a RayJob that has ended is deleted; KubeRay deletes its RayCluster only."""
-    ended = ended_at(job)
-    if ended is None or now - ended < DAY_S:
+    if has_ended(job) and now - (ended_at(job) or created_at(job)) < job["spec"].get("ttlSecondsAfterFinished", 0):
         return None
-    return f"it ended {counted(round((now - ended) / DAY_S), 'day')} ago"
+    return unwatched(job, max_age_s, now) or orphaned(cluster, job) or left_by_pipeline(job, is_over)
 
 
 def unwatched(job: Object, max_age_s: float, now: float) -> str | None:
@@ -119,10 +109,14 @@ def unwatched(job: Object, max_age_s: float, now: float) -> str | None:
     """
     text = annotations_of(job).get(HEARTBEAT, "")
     heartbeat = float(text) if text.isdecimal() else 0.0
-    last = heartbeat if 0 < heartbeat < now + max_age_s else seconds(job["metadata"]["creationTimestamp"])
+    last = heartbeat if 0 < heartbeat < now + max_age_s else created_at(job)
     if now - last < max_age_s:
         return None
     return f"its watcher has written no heartbeat for {(now - last) / MINUTE_S:.0f} min"
+
+
+def created_at(job: Object) -> float:
+    return seconds(job["metadata"]["creationTimestamp"])
 
 
 def orphaned(cluster: Cluster, job: Object) -> str | None:
