@@ -8,7 +8,7 @@ import pytest
 from kuberay_rig import Rig
 
 from tidemill.errors import StoreError
-from tidemill.kuberay.budget import GpuUsage, held_gpus, usage_key
+from tidemill.kuberay.budget import GpuUsage, PodUsage, held_gpus, usage_key
 
 GPU = "nvidia.com/gpu"
 BEGIN = 1_800_000_000.0  # 2027-01-15 08:00:00 UTC
@@ -71,6 +71,17 @@ def test_without_a_gpu_resource_nothing_is_counted() -> None:
 
 def test_held_gpus_are_those_of_scheduled_pods_that_have_not_ended() -> None:
     assert held_gpus([pod("a", 2), pod("b", 1, "Succeeded", "2027-01-15T08:30:00Z"), unscheduled("c", 4)], GPU) == 2
+
+
+def test_time_of_a_run_is_that_in_which_it_had_a_pod() -> None:
+    usage = GpuUsage()
+    usage.pods = {
+        "engine": PodUsage(1, 100.0, 400.0),
+        "head": PodUsage(0, 90.0, 300.0),
+        "submitter": PodUsage(0, 395.0, 420.0),
+        "head of the next attempt": PodUsage(0, 5000.0, 5100.0),
+    }
+    assert usage.seconds == pytest.approx(330.0 + 100.0)
 
 
 def test_usage_is_saved_and_loaded(rig: Rig) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kuberay_rig import Killed, Rig, killed, with_kubernetes
 
 from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL
-from tidemill.errors import ClusterError, ConfigError, RunError, StoreError
+from tidemill.errors import ClusterError, ConfigError, RunError, StoreError, TidemillError
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS
 from tidemill.kuberay.run_status import Owner, owner_reference
 from tidemill.observe.events import read_events
@@ -47,6 +47,21 @@ def test_a_killed_watcher_attaches_and_shows_every_step_once(rig: Rig) -> None:
     assert rig.cluster.created.count(rig.job()) == 1
     steps = [event.step for event in read_events(rig.config.folder / "events.jsonl") if event.kind == "step_finished"]
     assert steps == [1, 2]
+
+
+def test_total_time_is_that_of_all_attempts_without_the_pauses(rig: Rig) -> None:
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(600, lambda: rig.fails(1, RunError("the head pod is lost")))
+    rig.starts(2, after=620)
+    rig.clock.after(700, lambda: rig.fails(2, ConfigError("data.train", "x", "y", "z")))
+    with pytest.raises(TidemillError, match=r"data\.train"):
+        rig.watcher().follow(first)
+    rig.clock.sleep(10_000)  # until the user continues the run
+    third = rig.watcher().provision()
+    rig.starts(3)
+    rig.clock.after(300, lambda: rig.succeeds(3))
+    assert 900 < rig.watcher().follow(third).total_seconds < 1010
 
 
 def test_the_number_of_engines_is_left_to_the_autoscaler(rig: Rig) -> None:

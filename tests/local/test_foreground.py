@@ -16,7 +16,7 @@ from tidemill.config.reading import load_config, parse_config
 from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
 from tidemill.local.foreground import train_in_foreground
-from tidemill.observe.events import EvaluationFinished, past_events
+from tidemill.observe.events import EvaluationFinished, EventLog, PhaseStarted, StepFinished, past_events
 from tidemill.observe.report import Summary
 from tidemill.steps.run_folder import output_lock
 
@@ -86,6 +86,15 @@ def test_training_shows_its_steps_and_writes_its_files(tmp_path: Path) -> None:
     assert sorted((folder / "log.txt").read_text().splitlines()) == ["chatter", "chatter of a worker"]
     assert Summary.read(folder / "summary.json").held_out_after == 0.75
     assert load_config(folder / "config.yaml").name == "addition"
+
+
+def test_training_that_continues_counts_the_time_of_its_attempts(tmp_path: Path) -> None:
+    events = tmp_path / "runs/addition/events.jsonl"
+    with EventLog(events) as log:
+        log.write(PhaseStarted("train", 1000.0))
+        log.write(StepFinished(1, 2, 1, 1.0, {"reward/mean": 0.1}, 1500.0))
+    assert trained(tmp_path, "well").returncode == 0
+    assert 500 < Summary.read(events.with_name("summary.json")).total_seconds < 1000
 
 
 def test_training_without_enough_memory_does_not_start(addition: RunConfig) -> None:

@@ -26,6 +26,7 @@ from tidemill.observe.events import (
     follow,
     past_events,
     read_events,
+    step_seconds,
 )
 
 EVENTS: list[Event] = [
@@ -114,3 +115,30 @@ def test_a_log_of_many_blocks_is_read_to_its_end(tmp_path: Path) -> None:
             log.write(event)
     assert (tmp_path / "events.jsonl").stat().st_size > 3 * BLOCK
     assert list(past_events(tmp_path / "events.jsonl")) == events
+
+
+def test_steps_last_until_the_next_one_and_tries_are_summed() -> None:
+    names = ["validate", "provision", "train", "validate", "load", "provision", "train", "train", "evaluate"]
+    phases: list[Event] = [PhaseStarted(name, 10.0 * number) for number, name in enumerate(names)]
+    phases.insert(7, PhaseFailed("train", "lost", 68.0))
+    first, second = step_seconds(phases, 95.0)
+    assert first == {"validate": 10.0, "provision": 10.0, "train": 0.0}
+    assert second == {"validate": 20.0, "provision": 10.0, "train": 8.0 + 10.0, "evaluate": 15.0}
+
+
+def test_a_pause_between_two_launches_is_not_time_of_the_run() -> None:
+    begin = [PhaseStarted("provision", 0.0), PhaseStarted("train", 10.0), StepFinished(1, 9, 1, 1.0, {}, 40.0)]
+    resumed = [PhaseStarted("provision", 5000.0), PhaseStarted("train", 5020.0), Notice("dropped")]
+    assert step_seconds([*begin, *resumed], 5100.0) == [
+        {"provision": 10.0, "train": 30.0},
+        {"provision": 20.0, "train": 80.0},
+    ]
+
+
+def test_training_without_a_pipeline_has_attempts_too() -> None:
+    attempts = [PhaseStarted("train", 0.0), PhaseStarted("load", 30.0), PhaseStarted("train", 1000.0)]
+    assert step_seconds(attempts, 1060.0) == [{"train": 90.0}]
+
+
+def test_other_phases_are_not_timed() -> None:
+    assert step_seconds([PhaseStarted("finish_variant", 1.0)], 2.0) == step_seconds([], 2.0) == []

@@ -12,11 +12,10 @@ from trained_rig import ANSWER, evaluation, registered, summary
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import StoreError
-from tidemill.observe.events import Notice, PhaseStarted, read_events
+from tidemill.observe.events import EventLog, Notice, PhaseStarted, StepFinished, read_events
 from tidemill.observe.page import Curves, chart
 from tidemill.observe.report import Summary
 from tidemill.protocols import evaluation_from_json
-from tidemill.steps.register import seconds_by_step
 from tidemill.steps.training import track_evaluation
 from tidemill.tracking.mlflow_runs import metric_history
 from tidemill.tracking.mlflow_server import make_client, tracking_uri
@@ -122,11 +121,19 @@ def test_what_the_gate_refuses_needs_no_server(
     assert final.model_version is None
 
 
-def test_step_times_sum_the_tries_of_the_newest_attempt() -> None:
-    names = ["validate", "provision", "train", "validate", "load", "provision", "train", "train", "evaluate"]
-    phases = [PhaseStarted(name, 10.0 * number) for number, name in enumerate(names)]
-    assert seconds_by_step(phases, 95.0) == {"validate": 20.0, "provision": 10.0, "train": 20.0, "evaluate": 15.0}
+def test_total_time_is_that_of_all_launches_without_the_pauses(trained: RunConfig, tmp_path: Path) -> None:
+    began = time.time() - 10_000
+    with EventLog(trained.folder / "events.jsonl") as log:
+        for name, at in (("validate", 0), ("provision", 10), ("train", 40)):
+            log.write(PhaseStarted(name, began + at))
+        log.write(StepFinished(1, 2, 1, 60.0, {}, began + 100))  # killed after this step
+        for name, at in (("validate", 9900), ("provision", 9910), ("train", 9920), ("evaluate", 9980)):
+            log.write(PhaseStarted(name, began + at))
+    final, _ = registered(trained, summary(trained, 0.25), evaluation(0.75), tmp_path)
+    assert final.total_seconds == pytest.approx(100 + 100, abs=20)
+    assert final.phase_seconds["validate"] == pytest.approx(10)
 
 
-def test_other_steps_are_not_timed() -> None:
-    assert seconds_by_step([PhaseStarted("finish_variant", 1.0)], 2.0) == seconds_by_step([], 2.0) == {}
+def test_total_time_of_a_run_in_pods_includes_the_steps_after_the_training(trained: RunConfig, tmp_path: Path) -> None:
+    final, _ = registered(trained, replace(summary(trained, 0.25), total_seconds=500.0), evaluation(0.75), tmp_path)
+    assert final.total_seconds == pytest.approx(500.0 + final.phase_seconds["register"])

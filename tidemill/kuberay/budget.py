@@ -1,4 +1,5 @@
-"""GPU hours of a run over all its attempts: GPUs of its pods times the time that the pods held them.
+"""GPU hours of a run over all its attempts: GPUs of its pods times the time that the pods held them. And its time: that
+in which it had any pod.
 
 A pod holds its GPUs from the moment it is scheduled until it has ended. The usage of every pod is kept in the store, so
 that a restarted watcher continues the count. A pod that disappeared while no watcher ran is counted until its job
@@ -20,7 +21,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PodUsage:
-    """The GPUs of a pod, and from when until when it held them, in seconds since 1970."""
+    """The GPUs of a pod, which may be none, and from when until when it held them, in seconds since 1970."""
 
     gpus: int
     start: float
@@ -29,7 +30,7 @@ class PodUsage:
 
 @dataclass(slots=True)
 class GpuUsage:
-    """GPU hours of a run, by the uid of its pods."""
+    """What the pods of a run used, by their uid."""
 
     pods: dict[str, PodUsage] = field(default_factory=dict)
 
@@ -38,16 +39,16 @@ class GpuUsage:
 
         Args:
             pods: pods of the run.
-            gpu: the GPU resource, such as `nvidia.com/gpu`; None counts nothing.
+            gpu: the GPU resource, such as `nvidia.com/gpu`; None counts no GPUs.
             now: seconds since 1970.
             job_ended: when the job ended; None while it runs, or if that is unknown.
         """
         if job_ended is not None:
             self.extend_missing({pod["metadata"]["uid"] for pod in pods}, min(job_ended, now))
         for pod in pods:
-            start, gpus = scheduled(pod), gpus_of(pod, gpu)
-            if gpus and start is not None:
-                self.pods[pod["metadata"]["uid"]] = PodUsage(gpus, start, max(start, ended(pod) or now))
+            start = scheduled(pod)
+            if start is not None:
+                self.pods[pod["metadata"]["uid"]] = PodUsage(gpus_of(pod, gpu), start, max(start, ended(pod) or now))
 
     def extend_missing(self, present: Collection[str], end: float) -> None:
         """Count pods that were alive at the last update and have disappeared since until the end of their job."""
@@ -59,6 +60,15 @@ class GpuUsage:
     @property
     def hours(self) -> float:
         return sum(usage.gpus * (usage.end - usage.start) for usage in self.pods.values()) / HOUR_S
+
+    @property
+    def seconds(self) -> float:
+        """Time in which the run had a pod; attempts add up, and the pauses between them do not count."""
+        total, counted = 0.0, 0.0
+        for usage in sorted(self.pods.values(), key=lambda usage: usage.start):
+            total += max(0.0, usage.end - max(usage.start, counted))
+            counted = max(counted, usage.end)
+        return total
 
     def save(self, store: ObjectStore, run: str) -> None:
         """Write the usage of a run to the store."""

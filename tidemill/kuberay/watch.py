@@ -182,7 +182,7 @@ class Watcher:
             self.record_end(error)
             raise
         self.record(phase=Phase.SUCCEEDED, progress=None, step=summary.steps, error=None)
-        return summary
+        return replace(summary, total_seconds=max(summary.total_seconds, self.usage.seconds))
 
     def follow_attempts(self, first: int, number: int) -> Summary:
         """The summary of an attempt or of one that follows it."""

@@ -6,7 +6,9 @@ training (main thread, output to log.txt) ─► events.jsonl ─► progress on
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +26,7 @@ from tidemill.local.messages import (
     shown,
 )
 from tidemill.observe.console import redirected, showing_events
+from tidemill.observe.events import EventLog, PhaseStarted, past_events, step_seconds
 from tidemill.observe.report import Summary
 from tidemill.steps.provider import LocalProvider
 from tidemill.steps.run_folder import output_lock, prepare_folder
@@ -66,7 +69,7 @@ def train_and_clean_up(config: RunConfig, train: Train, settings: Path, console:
             try:
                 # The training runs in the main thread, which gets the signals.
                 with showing_events(config.folder / "events.jsonl", console):
-                    summary = train(config)
+                    summary = timed(config, train)
                 summary.write(config.folder / "summary.json")
             finally:
                 with signals_ignored():
@@ -80,3 +83,13 @@ def train_and_clean_up(config: RunConfig, train: Train, settings: Path, console:
         raise
     print_report(config, summary, console)
     return 0
+
+
+def timed(config: RunConfig, train: Train) -> Summary:
+    """Train; the summary has the time of all attempts."""
+    path = config.folder / "events.jsonl"
+    with EventLog(path) as events:
+        events.write(PhaseStarted("train"))
+    summary = train(config)
+    launches = step_seconds(past_events(path), time.time())
+    return replace(summary, total_seconds=sum(sum(launch.values()) for launch in launches))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time as clock
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 from tidemill.errors import DataError
 
 POLL_S = 0.2
+STEPS = ("validate", "provision", "train", "evaluate", "register")
+"""The steps of a pipeline that are timed, in their order."""
 BLOCK = 1 << 20
 """Bytes per read."""
 
@@ -224,3 +226,34 @@ def follow(path: str | Path, stop: threading.Event) -> Iterator[Event]:
             if stopped:
                 return
             stop.wait(POLL_S)
+
+
+def step_seconds(events: Iterable[Event], now: float) -> list[dict[str, float]]:
+    """Seconds of each step of the pipeline, by launch of the pipeline, oldest first; the tries of a step are summed.
+
+    A step lasts until the next one. If a step or an earlier one starts again, the time since the last event before does
+    not count: the run was not at work. `tidemill train` writes `train` only.
+
+    Args:
+        events: of the folder of a run.
+        now: end of the newest step.
+    """
+    launches: list[dict[str, float]] = []
+    name, start, last = "", 0.0, 0.0
+
+    def end(at: float) -> None:
+        if name:
+            launches[-1][name] = launches[-1].get(name, 0.0) + at - start
+
+    for event in events:
+        if isinstance(event, Activity | Notice):
+            continue  # they have no time
+        if isinstance(event, PhaseStarted) and event.name in STEPS:
+            repeated = name != "" and STEPS.index(event.name) <= STEPS.index(name)
+            end(last if repeated else event.time)
+            if not name or event.name == STEPS[0] or (repeated and event.name != name):
+                launches.append({})
+            name, start = event.name, event.time
+        last = event.time
+    end(now)
+    return launches

@@ -61,7 +61,10 @@ class Summary:
     Attributes:
         steps: done by the trainer.
         held_out_before, held_out_after: mean reward on the held-out prompts.
-        train_seconds, total_seconds: wall time of all steps, and of the whole run.
+        train_seconds: wall time of the steps, of all attempts up to the checkpoint from which the next one continued.
+        total_seconds: wall time of all attempts, also of what a later attempt repeated. On this machine: all steps of
+            the pipeline. On Kubernetes: while the run had pods, and the step `register`. Neither includes the time
+            between a failure and a later `--resume`.
         tokens_per_second: trained response tokens over `train_seconds`.
         trainer_idle, rollouter_idle: share of the steps' time spent waiting, in `[0, 1]`, of the last attempt.
         max_age: largest age of a trained token, in policy versions.
@@ -234,7 +237,7 @@ class Fact:
 
 def facts(summary: Summary) -> Iterator[Fact]:
     """All rows of the report."""
-    times = f"{summary.steps} in {duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})"
+    times = f"{summary.steps} in {duration(summary.train_seconds)} (whole run, all attempts: {duration(summary.total_seconds)})"
     yield Fact("steps", times)
     if summary.stopped is not None:
         yield Fact("stopped early", excerpt(summary.stopped))

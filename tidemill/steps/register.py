@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
-from tidemill.observe.events import EventLog, Notice, PhaseStarted, past_events
+from tidemill.observe.events import EventLog, Notice, past_events, step_seconds
 from tidemill.observe.markdown import report
 from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary
@@ -22,8 +21,6 @@ from tidemill.tracking import registry
 from tidemill.tracking.mlflow_runs import metric_history
 from tidemill.tracking.mlflow_server import await_server
 from tidemill.tracking.tracker import Tracker
-
-TIMED_STEPS = ("validate", "provision", "train", "evaluate", "register")
 
 
 class ModelArtifact(Protocol):
@@ -126,27 +123,15 @@ def describe_model(model: ModelArtifact, run: RunConfig, summary: Summary) -> No
 
 
 def with_step_times(summary: Summary, run: RunConfig) -> Summary:
-    """The summary with the wall time of the pipeline steps since the pipeline last started."""
-    events = [event for event in past_events(run.folder / "events.jsonl") if isinstance(event, PhaseStarted)]
-    seconds = seconds_by_step(events, time.time())
-    others = {name: value for name, value in seconds.items() if name != "train"}
+    """The summary with the wall time of the pipeline's steps.
+
+    On Kubernetes the events of this pod have this step only, and `train` counted the time of all attempts.
+    """
+    launches = step_seconds(past_events(run.folder / "events.jsonl"), time.time())
+    newest = launches[-1] if launches else {}
+    after = sum(newest.get(name, 0.0) for name in ("evaluate", "register"))
     return replace(
         summary,
-        total_seconds=max(summary.total_seconds, sum(seconds.values())),
-        phase_seconds={**others, **summary.phase_seconds},
+        total_seconds=max(summary.total_seconds + after, sum(sum(launch.values()) for launch in launches)),
+        phase_seconds={name: value for name, value in newest.items() if name != "train"} | dict(summary.phase_seconds),
     )
-
-
-def seconds_by_step(phases: Sequence[PhaseStarted], now: float) -> dict[str, float]:
-    """Seconds from the start of each step to the start of the next, since the last `validate`; tries are summed.
-
-    The events of a pod have its own step only.
-    """
-    steps = [phase for phase in phases if phase.name in TIMED_STEPS]
-    starts = [index for index, each in enumerate(steps) if each.name == TIMED_STEPS[0]]
-    newest = steps[starts[-1] if starts else 0 :]
-    seconds: dict[str, float] = {}
-    ends = [*(each.time for each in newest), now][1:]
-    for each, end in zip(newest, ends, strict=True):
-        seconds[each.name] = seconds.get(each.name, 0.0) + end - each.time
-    return seconds
