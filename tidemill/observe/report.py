@@ -237,8 +237,8 @@ class Fact:
 
 def facts(summary: Summary) -> Iterator[Fact]:
     """All rows of the report."""
-    times = f"{summary.steps} in {duration(summary.train_seconds)} (whole run, all attempts: {duration(summary.total_seconds)})"
-    yield Fact("steps", times)
+    training, whole = duration(summary.train_seconds), duration(summary.total_seconds)
+    yield Fact("steps", f"{summary.steps} in {training} (whole run, all attempts: {whole})")
     if summary.stopped is not None:
         yield Fact("stopped early", excerpt(summary.stopped))
     yield Fact("trained tokens/s", f"{summary.tokens_per_second:,.0f}")
