@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kustomize_rig import K8S, ROOT, of_kind
 
 from tidemill.kuberay import access, cluster
 from tidemill.kuberay.cluster import Kind
+from tidemill.kuberay.pre_stop import GRACE_S
 
 Rule = tuple[str, str, str]  # API group, resource, verb
 VERBS = {
@@ -74,9 +77,12 @@ def granted(account: str) -> set[Rule]:
         for m in base("RoleBinding", "ClusterRoleBinding")
         if account in [subject["name"] for subject in m.tree["subjects"]]
     ]
+    return {rule for role in bound for rule in rules_of(role)}
+
+
+def rules_of(role: Mapping[str, Any]) -> set[Rule]:
     return {
         (group, resource, verb)
-        for role in bound
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
@@ -91,6 +97,27 @@ def base(*kinds: str) -> list:
 @pytest.mark.parametrize(("account", "by_reaper"), [("tidemill-pipeline", False), ("tidemill-reaper", True)])
 def test_role_is_exactly_what_the_code_calls(account: str, by_reaper: bool) -> None:
     assert granted(account) == asked(by_reaper=by_reaper) - OPTIONAL
+
+
+def test_the_reaper_reads_workflows_where_the_steps_run() -> None:
+    """In the namespace of the run (KFP with profiles), and in that of KFP."""
+    workflows = ("argoproj.io", "workflows", "get")
+    assert workflows in granted("tidemill-reaper")
+    by_kfp = [m.tree for m in of_kind("Role", "RoleBinding") if m.file.is_relative_to(K8S / "components" / "kubeflow")]
+    role, binding = (
+        tree for tree in by_kfp if tree["metadata"] == {"name": "tidemill-reaper", "namespace": "kubeflow"}
+    )
+    assert rules_of(role) == {workflows}
+    assert binding["roleRef"]["name"] == "tidemill-reaper"
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "tidemill-reaper", "namespace": "tidemill"}]
+
+
+def test_gpus_of_a_run_without_a_workflow_are_free_within_five_minutes() -> None:
+    [reaper] = [m.tree["spec"] for m in of_kind("CronJob")]
+    every = re.fullmatch(r"\*/(\d+) \* \* \* \*", reaper["schedule"])
+    assert every is not None
+    starts_s = 60
+    assert 60 * int(every[1]) + starts_s + GRACE_S <= 300
 
 
 def test_checked_permissions_are_those_of_the_role() -> None:

@@ -11,14 +11,18 @@ from kuberay_rig import Rig, with_kubernetes
 from tidemill.config.names import HEARTBEAT
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS
+from tidemill.kuberay.fake import FakeCluster
 from tidemill.kuberay.reap import STATUS_KEPT_S, TOKEN_PATH, KfpRuns, delete_old_status, reap
-from tidemill.kuberay.run_status import Owner, owner_reference
+from tidemill.kuberay.run_status import Owner
 
 HALF_AN_HOUR = 1800.0
 
 
-def reasons(rig: Rig, **more: object) -> dict[str, str]:
-    return {job.name: job.reason for job in reap(rig.cluster, HALF_AN_HOUR, rig.clock.now, **more)}  # type: ignore[arg-type]
+def reasons(rig: Rig, kfp: FakeCluster | None = None, **more: object) -> dict[str, str]:
+    """Name and reason of all RayJobs that are reaped; the namespace of KFP's steps is `kfp`, else that of the run."""
+    spaces = {cluster.namespace: cluster for cluster in (rig.cluster, kfp) if cluster is not None}
+    found = reap(rig.cluster, HALF_AN_HOUR, rig.clock.now, spaces.__getitem__, **more)  # type: ignore[arg-type]
+    return {job.name: job.reason for job in found}
 
 
 def test_a_run_whose_watcher_was_killed_is_reaped_with_all_its_pods(rig: Rig) -> None:
@@ -99,15 +103,50 @@ def test_a_watched_run_whose_pipeline_is_over_is_reaped(rig: Rig) -> None:
     assert reasons(rig, is_over=lambda run: run == "kfp-1") == {rig.job(): "its KFP run kfp-1 is over"}
 
 
-def test_a_run_whose_workflow_is_gone_or_was_recreated_is_reaped(rig: Rig) -> None:
-    flow = rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})
-    rig.owner = Owner(None, owner_reference("flow", flow["metadata"]["uid"]))
+def test_a_watched_run_whose_workflow_is_gone_is_reaped_although_kfp_calls_it_running(rig: Rig) -> None:
+    """Its namespace is KFP's, which the RayJob cannot have as its owner."""
+    kfp = FakeCluster(rig.clock, "kubeflow")
+    kfp.create(WORKFLOWS, {"metadata": {"name": "flow"}})
+    rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})
+    rig.owner = Owner("kfp-1", workflow="kubeflow/flow")
+    rig.watcher().provision()
+    rig.operator.admit(rig.job())
+    assert reasons(rig, kfp, is_over=lambda run: False) == {}
+    kfp.delete(WORKFLOWS, "flow")
+    gone = {rig.job(): "its workflow flow in namespace kubeflow is gone"}
+    assert reasons(rig, kfp, is_over=lambda run: False) == gone
+    assert rig.left() == ["flow"]
+
+
+def test_a_workflow_that_is_being_deleted_is_gone(rig: Rig) -> None:
+    rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow", "finalizers": ["workflows.argoproj.io/artifact-gc"]}})
+    rig.owner = Owner("kfp-1", workflow="tidemill/flow")
     rig.watcher().provision()
     assert reasons(rig) == {}
-    del rig.cluster.objects[WORKFLOWS, "flow"]
-    assert reasons(rig, dry_run=True) == {rig.job(): "its workflow flow is gone"}
-    rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})
-    assert reasons(rig) == {rig.job(): "its workflow flow is gone"}
+    rig.cluster.delete(WORKFLOWS, "flow")
+    assert list(reasons(rig)) == [rig.job()]
+
+
+def test_a_run_that_another_pipeline_has_adopted_has_its_workflow(rig: Rig) -> None:
+    rig.cluster.create(WORKFLOWS, {"metadata": {"name": "new"}})
+    for kfp_run, workflow in (("kfp-1", "tidemill/old"), ("kfp-2", "tidemill/new")):
+        rig.owner = Owner(kfp_run, workflow=workflow)
+        rig.watcher().provision()
+    assert reasons(rig) == {}
+
+
+def test_each_of_kfp_and_the_workflow_is_looked_at_without_the_other(rig: Rig) -> None:
+    rig.owner = Owner("kfp-1", workflow="tidemill/flow")
+    rig.watcher().provision()
+
+    def is_away(run: str) -> bool:
+        raise RunError("KFP cannot be reached")
+
+    assert list(reasons(rig, is_over=is_away, dry_run=True)) == [rig.job()]
+    rig.cluster.forbidden = [("get", WORKFLOWS)]
+    with pytest.raises(ClusterError, match="no permission to get workflows"):
+        reasons(rig, is_over=lambda run: True)
+    assert rig.left() == []
 
 
 def test_jobs_of_others_are_left_alone(rig: Rig) -> None:
@@ -160,7 +199,7 @@ def test_a_watcher_with_a_clock_some_minutes_off_is_alive(rig: Rig) -> None:
 
 def test_an_error_about_one_job_does_not_keep_the_others(rig: Rig) -> None:
     """No permission for the workflow of the first, no answer of KFP about the second, no heartbeat of the third."""
-    owned = Owner("kfp-1", owner_reference("flow", "uid-of-flow"))
+    owned = Owner("kfp-1", workflow="tidemill/flow")
     for name, owner in (("a-owned", owned), ("b-asked", Owner(kfp_run="kfp-2")), ("c-silent", Owner())):
         rig.config, rig.owner = rig.config.model_copy(update={"name": name}), owner
         rig.watcher().provision()
@@ -172,7 +211,7 @@ def test_an_error_about_one_job_does_not_keep_the_others(rig: Rig) -> None:
     def is_over(run: str) -> bool:
         raise RunError("KFP cannot be reached")
 
-    reaped = reap(rig.cluster, HALF_AN_HOUR, rig.clock.now, is_over)
+    reaped = reap(rig.cluster, HALF_AN_HOUR, rig.clock.now, lambda namespace: rig.cluster, is_over)
     assert next(reaped).name == "c-silent-a1"
     with pytest.raises(ClusterError, match="no permission to get workflows"):
         next(reaped)

@@ -86,11 +86,26 @@ def test_the_owner_is_read_from_the_environment_of_the_step(rig: Rig, monkeypatc
         monkeypatch.setenv(name, value)
     uid = rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})["metadata"]["uid"]
     owner = Owner.of_this_step(rig.cluster)
-    assert owner == Owner("kfp-1", owner_reference("flow", uid), "m-1")
+    assert owner == Owner("kfp-1", owner_reference("flow", uid), "m-1", "tidemill/flow")
     rig.owner = replace(owner)
     rig.watcher().provision()
     head = rig.operator.job(rig.job())["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert {"name": "MLFLOW_RUN_ID", "value": "m-1"} in head["env"]
+
+
+def test_a_workflow_of_another_namespace_is_noted_and_owns_nothing(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WORKFLOW, "flow")
+    monkeypatch.setenv(KFP_RUN, "kfp-1")
+    monkeypatch.delenv(MLFLOW_RUN, raising=False)
+    (tmp_path / "namespace").write_text("kubeflow\n")
+    rig.cluster.create(WORKFLOWS, {"metadata": {"name": "flow"}})  # of something else
+    rig.owner = Owner.of_this_step(rig.cluster, tmp_path / "namespace")
+    assert rig.owner == Owner("kfp-1", workflow="kubeflow/flow")
+    rig.watcher().provision()
+    metadata = rig.operator.job(rig.job())["metadata"]
+    assert (metadata["annotations"]["tidemill.dev/workflow"], "ownerReferences" in metadata) == ("kubeflow/flow", False)
 
 
 def test_outside_of_a_workflow_the_owner_needs_no_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ def reap(
 
     Deletes the Ray clusters of runs whose watcher has given no sign of life for
     long, whose KFP run is over, or whose workflow is gone. A CronJob of k8s/ does
-    this every five minutes.
+    this every two minutes.
 
       tidemill reap --dry-run
       tidemill reap --older-than 60 --endpoint http://ml-pipeline.kubeflow:8888

@@ -17,8 +17,8 @@ from tidemill.errors import ClusterError, ConfigError, RunError, TidemillError
 from tidemill.kuberay.attempts import WallClock, has_ended
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of, seconds
 from tidemill.kuberay.job_state import NODE_TYPE
-from tidemill.kuberay.release import own_namespace, release_run
-from tidemill.kuberay.run_status import STOPPED, close
+from tidemill.kuberay.release import release_run
+from tidemill.kuberay.run_status import STOPPED, close, own_namespace
 from tidemill.kuberay.status import look
 from tidemill.retry import wait_for
 
@@ -167,6 +167,7 @@ def reap_runs(cluster: Cluster, older_than_min: int, kfp: str | None, *, dry_run
         kfp: address of the KFP that knows which runs are over, or None.
         dry_run: only print what would be deleted.
     """
+    from tidemill.kuberay.client import KubernetesCluster
     from tidemill.kuberay.reap import KfpRuns, delete_old_status, reap
 
     now = time.time()
@@ -174,7 +175,7 @@ def reap_runs(cluster: Cluster, older_than_min: int, kfp: str | None, *, dry_run
         delete_old_status(cluster, now)
     is_over = KfpRuns(kfp).is_over if kfp else None
     deleted = False
-    for job in reap(cluster, older_than_min * MINUTE_S, now, is_over, dry_run=dry_run):
+    for job in reap(cluster, older_than_min * MINUTE_S, now, KubernetesCluster.connect, is_over, dry_run=dry_run):
         deleted = True
         CONSOLE.print(f"{'would delete' if dry_run else 'deleted'} {job.name}: {job.reason}")
     if not deleted:

@@ -18,6 +18,8 @@ HEARTBEAT = "tidemill.dev/heartbeat"
 """Annotation of a RayJob: the time of its watcher's last poll, in seconds since 1970."""
 STOP = "tidemill.dev/stop"
 """Annotation of a RayJob: the reason to end it after a checkpoint."""
+WORKFLOW_ANNOTATION = "tidemill.dev/workflow"
+"""Annotation of a RayJob: the workflow of its pipeline, as NAMESPACE/NAME."""
 API_SERVER_LABEL = "tidemill.dev/api-server"
 """Label of pods that the network policies in k8s/ allow to reach the API server."""
 LONGEST = 47

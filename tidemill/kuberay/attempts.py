@@ -14,7 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, attempt_of, job_name, selector
+from tidemill.config.names import (
+    HEARTBEAT,
+    KFP_RUN_LABEL,
+    RUN_LABEL,
+    WORKFLOW_ANNOTATION,
+    attempt_of,
+    job_name,
+    selector,
+)
 from tidemill.config.run import RunConfig
 from tidemill.driver.failure import Failure
 from tidemill.errors import ClusterError, ConfigError, RunError, StoreError, TidemillError
@@ -138,7 +146,8 @@ class Attempts:
         manifest = ray_job(
             self.config, number, owner=owner.reference, kfp_run_id=owner.kfp_run, mlflow_run_id=owner.mlflow_run
         )
-        manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"}
+        workflow = {} if owner.workflow is None else {WORKFLOW_ANNOTATION: owner.workflow}
+        manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"} | workflow
         found = self.cluster.create(RAY_JOBS, manifest)
         if labels_of(found).get(RUN_LABEL) != self.config.name:
             place = f"{name_of(found)} in namespace {self.cluster.namespace}"
@@ -153,7 +162,10 @@ class Attempts:
         """Make this pipeline run the owner of a RayJob, for example when a new pipeline continues an old run."""
         if self.owner.kfp_run is None or labels_of(job).get(KFP_RUN_LABEL) == self.owner.kfp_run:
             return
-        change: dict[str, object] = {"labels": {KFP_RUN_LABEL: self.owner.kfp_run}}
+        change: dict[str, object] = {
+            "labels": {KFP_RUN_LABEL: self.owner.kfp_run},
+            "annotations": {WORKFLOW_ANNOTATION: self.owner.workflow},
+        }
         if self.owner.reference is not None:
             change["ownerReferences"] = [self.owner.reference]
         self.cluster.patch(RAY_JOBS, name_of(job), {"metadata": change})

@@ -1,7 +1,9 @@
 """Deletes abandoned RayJobs: GPUs come back even if a pipeline ended without its exit handler.
 
-A RayJob is abandoned if its watcher has written no heartbeat for long, if its KFP run is over, or if the workflow that
-owns it is gone. One that has ended keeps its cluster for its time to live, so that the dashboard can be read.
+A RayJob is abandoned if its watcher has written no heartbeat for long, if its KFP run is over, or if the workflow of
+its pipeline is gone. KFP deletes the running workflows of a schedule together with the schedule, without their exit
+handlers, and shows their runs as RUNNING for ever; so its word alone does not suffice. A RayJob that has ended keeps
+its cluster for its time to live, so that the dashboard can be read.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 import urllib3
 from urllib3.exceptions import HTTPError
 
-from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, selector
+from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL, WORKFLOW_ANNOTATION, selector
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.attempts import ended_at, has_ended
 from tidemill.kuberay.cluster import (
@@ -29,6 +31,7 @@ from tidemill.kuberay.cluster import (
     name_of,
     seconds,
 )
+from tidemill.kuberay.release import Connect
 
 MINUTE_S = 60.0
 STATUS_KEPT_S = 14 * 24 * 3600.0
@@ -50,7 +53,13 @@ class Reaped:
 
 
 def reap(
-    cluster: Cluster, max_age_s: float, now: float, is_over: IsOver | None = None, *, dry_run: bool = False
+    cluster: Cluster,
+    max_age_s: float,
+    now: float,
+    connect: Connect,
+    is_over: IsOver | None = None,
+    *,
+    dry_run: bool = False,
 ) -> Iterator[Reaped]:
     """Delete the abandoned RayJobs of a namespace, and yield each.
 
@@ -58,24 +67,32 @@ def reap(
         cluster: the namespace.
         max_age_s: age of a heartbeat at which a RayJob is abandoned.
         now: seconds since 1970.
+        connect: returns the cluster of another namespace, for the workflows there.
         is_over: asks KFP; None if KFP cannot be asked.
         dry_run: only find them.
 
     Raises:
-        ClusterError, RunError: the cluster or KFP refuses a request or cannot be reached. If this concerns some of the
-            RayJobs only, the error is raised after the others.
+        ClusterError, RunError: the cluster or KFP refuses a request or cannot be reached. An error about one RayJob, or
+            one question about it, is raised after all others.
     """
     errors: list[ClusterError | RunError] = []
+    checks: tuple[Callable[[Object], str | None], ...] = (
+        lambda job: unwatched(job, max_age_s, now),
+        lambda job: orphaned(job, connect),
+        lambda job: left_by_pipeline(job, is_over),
+    )
     for job in cluster.list(RAY_JOBS, selector()):
-        try:
-            reason = abandoned(cluster, job, max_age_s, now, is_over)
-            if reason is not None and not dry_run:
-                cluster.delete(RAY_JOBS, name_of(job))
-        except (ClusterError, RunError) as error:
-            errors.append(error)
-        else:
-            if reason is not None:
-                yield Reaped(name_of(job), reason)
+        for check in () if is_kept(job, now) else checks:
+            try:
+                reason = check(job)
+                if reason is not None and not dry_run:
+                    cluster.delete(RAY_JOBS, name_of(job))
+            except (ClusterError, RunError) as error:
+                errors.append(error)
+            else:
+                if reason is not None:
+                    yield Reaped(name_of(job), reason)
+                    break
     if errors:
         raise errors[0]
 
@@ -92,13 +109,11 @@ def delete_old_status(cluster: Cluster, now: float) -> None:
             cluster.delete(CONFIG_MAPS, name_of(status))
 
 
-def abandoned(cluster: Cluster, job: Object, max_age_s: float, now: float, is_over: IsOver | None) -> str | None:
-    """Why a RayJob is abandoned; None if it is not, or is being deleted."""
+def is_kept(job: Object, now: float) -> bool:
+    """Whether a RayJob is being deleted already, or has ended within its time to live."""
     if job["metadata"].get("deletionTimestamp"):
-        return None
-    if has_ended(job) and now - (ended_at(job) or created_at(job)) < job["spec"].get("ttlSecondsAfterFinished", 0):
-        return None
-    return unwatched(job, max_age_s, now) or orphaned(cluster, job) or left_by_pipeline(job, is_over)
+        return True
+    return has_ended(job) and now - (ended_at(job) or created_at(job)) < job["spec"].get("ttlSecondsAfterFinished", 0)
 
 
 def unwatched(job: Object, max_age_s: float, now: float) -> str | None:
@@ -119,15 +134,18 @@ def created_at(job: Object) -> float:
     return seconds(job["metadata"]["creationTimestamp"])
 
 
-def orphaned(cluster: Cluster, job: Object) -> str | None:
-    """Why a RayJob has lost its owner; None if the owner exists, or there never was one."""
-    for owner in job["metadata"].get("ownerReferences") or ():
-        if owner["kind"] != "Workflow":
-            continue
-        workflow = cluster.get(WORKFLOWS, owner["name"])
-        if workflow is None or workflow["metadata"]["uid"] != owner["uid"]:
-            return f"its workflow {owner['name']} is gone"
-    return None
+def orphaned(job: Object, connect: Connect) -> str | None:
+    """Why no step and no exit handler of the pipeline of a RayJob runs; None if its workflow exists, or has no name.
+
+    The name of a workflow is never used twice, except by KFP's Retry of a run whose workflow was deleted.
+    """
+    namespace, _, name = annotations_of(job).get(WORKFLOW_ANNOTATION, "").partition("/")
+    if not name:
+        return None
+    workflow = connect(namespace).get(WORKFLOWS, name)
+    if workflow is not None and not workflow["metadata"].get("deletionTimestamp"):
+        return None
+    return f"its workflow {name} in namespace {namespace} is gone"
 
 
 def left_by_pipeline(job: Object, is_over: IsOver | None) -> str | None:

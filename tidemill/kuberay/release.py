@@ -8,10 +8,8 @@ from pathlib import Path
 from tidemill.config.names import KFP_RUN_LABEL, RUN_LABEL, selector
 from tidemill.kuberay.attempts import Clock, WallClock, repeat, wait_until_removed
 from tidemill.kuberay.cluster import RAY_JOBS, Cluster, Object, labels_of, name_of
-from tidemill.kuberay.run_status import ENDED, ENDED_OF, close
+from tidemill.kuberay.run_status import ENDED, ENDED_OF, NAMESPACE_FILE, close, own_namespace
 
-NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""Holds the namespace of a pod."""
 RELEASED = "the run was released, for example by its exit handler or `tidemill stop --now`"
 Connect = Callable[[str], Cluster]
 """Returns the cluster of a namespace."""
@@ -97,8 +95,3 @@ def release_this_pipeline(
         connect = KubernetesCluster.connect
     for namespace in sorted({own, *namespaces}):
         release_pipeline(connect(namespace), kfp_run, WallClock())
-
-
-def own_namespace(namespace_file: Path = NAMESPACE_FILE) -> str | None:
-    """The namespace of this pod, None outside of a cluster."""
-    return namespace_file.read_text(encoding="utf-8").strip() if namespace_file.is_file() else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tidemill.config.names import KFP_RUN_LABEL, PART_OF, RUN_LABEL, TIDEMILL
 from tidemill.errors import ClusterError, RunError, TidemillError
@@ -21,6 +22,8 @@ WORKFLOW = "TIDEMILL_WORKFLOW"
 KFP_RUN = "TIDEMILL_KFP_RUN"
 """Environment variable of a pipeline step: id of its KFP run."""
 MLFLOW_RUN = "MLFLOW_RUN_ID"
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Holds the namespace of a pod."""
 MAX_CHARACTERS = 4000
 """Length of a field at most: a traceback can be long, and a ConfigMap holds 1 MiB."""
 STOPPED, ENDED, ENDED_OF = "stopped", "ended", "ended_of"
@@ -35,31 +38,46 @@ class Owner:
 
     Attributes:
         kfp_run: id of the KFP run, None outside of one.
-        reference: entry of `metadata.ownerReferences`, None without a workflow. Kubernetes deletes what the workflow
-            owns when the workflow is deleted.
+        reference: entry of `metadata.ownerReferences`, None without a workflow in the namespace of the run. Kubernetes
+            deletes what the workflow owns when the workflow is deleted.
         mlflow_run: id of the run that KFP's MLflow plugin created for the step, None without the plugin.
+        workflow: NAMESPACE/NAME of the workflow in any namespace, None without one. The reaper deletes the RayJob when
+            the workflow is deleted.
     """
 
     kfp_run: str | None = None
     reference: Object | None = None
     mlflow_run: str | None = None
+    workflow: str | None = None
 
     @classmethod
-    def of_this_step(cls, cluster: Cluster) -> Owner:
+    def of_this_step(cls, cluster: Cluster, namespace_file: Path = NAMESPACE_FILE) -> Owner:
         """The pipeline run that this process is a step of; a workflow that is already deleted owns nothing.
+
+        Args:
+            cluster: namespace of the run.
+            namespace_file: names the namespace of this pod, which is that of the workflow.
 
         Raises:
             ClusterError, RunError: the cluster refuses the request, or cannot be reached.
         """
-        name = os.environ.get(WORKFLOW)
-        workflow = cluster.get(WORKFLOWS, name) if name else None
-        reference = None if workflow is None else owner_reference(str(name), workflow["metadata"]["uid"])
-        return cls(this_kfp_run(), reference, os.environ.get(MLFLOW_RUN) or None)
+        kfp_run, mlflow_run, name = this_kfp_run(), os.environ.get(MLFLOW_RUN) or None, os.environ.get(WORKFLOW)
+        if not name:
+            return cls(kfp_run, None, mlflow_run)
+        namespace = own_namespace(namespace_file) or cluster.namespace
+        found = cluster.get(WORKFLOWS, name) if namespace == cluster.namespace else None
+        reference = None if found is None else owner_reference(name, found["metadata"]["uid"])
+        return cls(kfp_run, reference, mlflow_run, f"{namespace}/{name}")
 
 
 def owner_reference(name: str, uid: str, kind: str = "Workflow", api_version: str = "argoproj.io/v1alpha1") -> Object:
     """An entry of `metadata.ownerReferences`."""
     return {"name": name, "uid": uid, "apiVersion": api_version, "kind": kind}
+
+
+def own_namespace(namespace_file: Path = NAMESPACE_FILE) -> str | None:
+    """The namespace of this pod, None outside of a cluster."""
+    return namespace_file.read_text(encoding="utf-8").strip() if namespace_file.is_file() else None
 
 
 def this_kfp_run() -> str | None:
