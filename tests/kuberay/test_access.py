@@ -4,13 +4,13 @@ from collections.abc import Collection
 
 import pytest
 import yaml
+from fake_cluster import FakeClock, FakeCluster
 from manifest_rig import ROOT, on_kubernetes
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import ClusterError, ConfigError
 from tidemill.kuberay.access import LOGS, PERMISSIONS, check_access
 from tidemill.kuberay.cluster import NODES, RAY_JOBS, SECRETS, WORKFLOWS, Kind, Object, name_of
-from tidemill.kuberay.fake import FakeClock, FakeCluster
 
 KEYS = {"access_key": "YQ==", "secret_key": "Yg=="}
 GPU = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}

@@ -11,11 +11,11 @@ import pytest
 import urllib3
 from api_server import Server
 from cluster_contract import NOTHING, ClusterContract
+from fake_cluster import FakeClock, FakeCluster
 
 from tidemill.errors import ClusterError, ConfigError, RunError
 from tidemill.kuberay.client import KubernetesCluster
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, WORKFLOWS, Cluster, name_of
-from tidemill.kuberay.fake import FakeClock, FakeCluster
 
 
 class TestFakeCluster(ClusterContract):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from api_server import Server
 from kuberay_rig import Rig, with_kubernetes
+from tidemill.kuberay.fake import FakeCluster
 
 from tidemill.config.names import HEARTBEAT
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.cluster import CONFIG_MAPS, PODS, RAY_JOBS, WORKFLOWS
-from tidemill.kuberay.fake import FakeCluster
 from tidemill.kuberay.reap import STATUS_KEPT_S, TOKEN_PATH, KfpRuns, delete_old_status, reap
 from tidemill.kuberay.run_status import Owner
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeCluster
 from kuberay_rig import Rig
 
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.cluster import CONFIG_MAPS, RAY_JOBS, WORKFLOWS
-from tidemill.kuberay.fake import FakeCluster
 from tidemill.kuberay.release import release_pipeline, release_run, release_this_pipeline
 from tidemill.kuberay.run_status import KFP_RUN, MLFLOW_RUN, WORKFLOW, Owner, owner_reference
 

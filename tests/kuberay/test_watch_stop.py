@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fake_cluster import FakeCluster, FakeOperator
 from kuberay_rig import Rig, holds_on
 
 from tidemill.config.names import RUN_LABEL, STOP
 from tidemill.errors import ClusterError, RunError
 from tidemill.kuberay.cluster import RAY_JOBS, Kind, Object, labels_of, name_of
-from tidemill.kuberay.fake import FakeCluster, FakeOperator
 from tidemill.kuberay.run_status import ENDED, ENDED_OF, STOPPED, close
 from tidemill.store.attempt import Attempt
 

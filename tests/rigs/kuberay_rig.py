@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cluster import FakeClock, FakeCluster, FakeOperator
 from rich.console import Console
 
 from tidemill.config.run import RunConfig
@@ -18,7 +19,6 @@ from tidemill.driver.failure import Failure
 from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.budget import GpuUsage
 from tidemill.kuberay.cluster import RAY_JOBS
-from tidemill.kuberay.fake import FakeClock, FakeCluster, FakeOperator
 from tidemill.kuberay.run_status import Owner, RunStatus
 from tidemill.kuberay.watch import EventOutput, Watcher
 from tidemill.observe.console import Progress

@@ -1,6 +1,6 @@
 """The calls that a run makes to the API server of a Kubernetes cluster, as one protocol over objects in JSON.
 
-`client.KubernetesCluster` talks to a real API server, `fake.FakeCluster` replaces it in tests.
+`client.KubernetesCluster` talks to a real API server.
 """
 
 from __future__ import annotations
