@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from api_server import Server
+from fake_cluster import FakeCluster
 from kuberay_rig import Rig, with_kubernetes
-from tidemill.kuberay.fake import FakeCluster
 
 from tidemill.config.names import HEARTBEAT
 from tidemill.errors import ClusterError, RunError
