@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -119,6 +120,12 @@ def test_contract_modules_import_without_heavy_libraries(module: str) -> None:
 
 def test_every_package_has_a_place() -> None:
     assert sorted({package(module) for module in MODULES}) == sorted(PACKAGES)
+
+
+def test_the_architecture_page_lists_the_packages_in_this_order() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^  (\w+)/ ", page, re.MULTILINE)
+    assert listed == [package.removeprefix("tidemill.") for package in PACKAGES if package.startswith("tidemill.")]
 
 
 @pytest.mark.parametrize("module", MODULES)
