@@ -18,7 +18,7 @@ def select_best(
     """Make the variant with the best score a version of the registry if it passes the gate.
 
     Args:
-        config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
+        config: settings, see `Request`; "" for those of the form.
         overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
         run_name: name of the sweep, "" for a new sweep.
         kfp_run: id of the KFP run.

@@ -9,7 +9,7 @@ def teardown(config: str, overrides: str, run_name: str, kfp_run: str, variants:
     """Release everything that the run took, also after a failure.
 
     Args:
-        config: settings as YAML text, s3://BUCKET/KEY of such a file, or its path.
+        config: settings, see `Request`; "" for those of the form.
         overrides: KEY.PATH=VALUE, one a line, or in one line [KEY.PATH=VALUE, ...].
         run_name: name of the run, "" for a new run.
         kfp_run: id of the KFP run.

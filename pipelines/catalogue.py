@@ -4,7 +4,7 @@ Only what needs KFP imports it.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +12,6 @@ from typing import Any, Literal, get_args
 
 Pipeline = Literal["post_training", "sweep", "continual"]
 PIPELINES: tuple[Pipeline, ...] = get_args(Pipeline)
-Value = str | int | float
-TYPES: Mapping[str, Callable[[str], Value]] = {"String": str, "Integer": int, "Float": float}
 
 
 @dataclass(frozen=True)
@@ -83,27 +81,21 @@ def pairs(words: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in split}
 
 
-def typed(pipeline: str, given: Mapping[str, str]) -> dict[str, Value]:
-    """The parameters of a pipeline, each of its type: numbers stay numbers.
+def checked(pipeline: str, given: Mapping[str, str]) -> dict[str, str]:
+    """The parameters of a pipeline, which are all texts.
 
     Raises:
-        ValueError: one is unknown or missing, or its value is of another type.
+        ValueError: one is unknown.
     """
     known = pipeline_of(pipeline).component_spec.inputs
     if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"{pipeline} has no parameter {unknown[0]}; it has {', '.join(known)}")
-    if missing := [name for name, spec in known.items() if not spec.optional and name not in given]:
-        raise ValueError(f"{pipeline} needs the parameter {missing[0]}")
-    return {name: converted(name, value, known[name].type) for name, value in given.items()}
+        raise ValueError(f"{pipeline} has no parameter {unknown[0]}; it has {', '.join(sorted(known))}")
+    return dict(given)
 
 
-def converted(name: str, value: str, kind: str) -> Value:
-    """A value of KFP's type `kind`.
-
-    Raises:
-        ValueError: it is of another type.
-    """
-    try:
-        return TYPES[kind](value)
-    except ValueError as error:
-        raise ValueError(f"{name} = {value!r} is not of the type {kind}") from error
+def readme(pipeline: str) -> str:
+    """The description of a pipeline's version in Markdown: what it does, and every field of its form."""
+    spec = pipeline_of(pipeline).pipeline_spec
+    fields = spec.root.input_definitions.parameters
+    lines = [f"- **{name}**: {' '.join(fields[name].description.split())}" for name in sorted(fields)]
+    return "\n".join([f"{spec.pipeline_info.description}.", "", *lines])

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from kfp import local
-from tidemill_pipelines.catalogue import PIPELINES, Value, pairs, pipeline_of, typed
+from tidemill_pipelines.catalogue import PIPELINES, checked, pairs, pipeline_of
 
 USAGE = "usage: python -m tidemill_pipelines.local PIPELINE FOLDER NAME=VALUE ..., where PIPELINE is one of"
 GRACE_S = 10.0
@@ -27,7 +27,7 @@ def main(pipeline: str, root: str, *given: str) -> None:
         ValueError: a parameter is wrong.
     """
     # The pipeline is built first: once the local runner is set, KFP would run its tasks while building it.
-    built, values = pipeline_of(pipeline), typed(pipeline, pairs(given))
+    built, values = pipeline_of(pipeline), checked(pipeline, pairs(given))
     # KFP writes the path into a shell script without quotes.
     sys.executable = shlex.quote(sys.executable)
     # Images and pod settings are for the cluster; KFP warns that they have no effect here.
@@ -43,7 +43,7 @@ def command(words: Sequence[str]) -> int:
         sys.stderr.write(f"{USAGE} {', '.join(PIPELINES)}\n")
         return MISUSED
     try:
-        given = typed(words[0], pairs(words[2:]))
+        given = checked(words[0], pairs(words[2:]))
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return MISUSED
@@ -60,7 +60,7 @@ def command(words: Sequence[str]) -> int:
     return 0
 
 
-def interrupted(given: Mapping[str, Value]) -> None:
+def interrupted(given: Mapping[str, str]) -> None:
     """Clean up what KFP's runner leaves: the processes of the current step, and what `teardown` releases."""
     from tidemill.cluster.processes import adopt_orphans, end_descendants
     from tidemill.steps.request import Request
@@ -69,7 +69,7 @@ def interrupted(given: Mapping[str, Value]) -> None:
     adopt_orphans()
     end_descendants(GRACE_S)
     names = ("config", "overrides", "run_name", "variants")
-    config, overrides, run_name, variants = (str(given.get(name, "")) for name in names)
+    config, overrides, run_name, variants = (given.get(name, "") for name in names)
     teardown(Request(config, overrides, run_name), variants)
 
 

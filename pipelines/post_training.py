@@ -12,6 +12,7 @@ from tidemill_components import IMAGE
 from tidemill_components.register import register
 from tidemill_components.teardown import teardown
 from tidemill_components.validate import validate
+from tidemill_pipelines import form
 from tidemill_pipelines.tasks import KEPT, Pod
 from tidemill_pipelines.training import training_steps
 
@@ -22,37 +23,66 @@ from tidemill_pipelines.training import training_steps
     pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=KEPT),
 )
 def post_training(
-    config: str,
+    model: str = form.MODEL,
+    data_train: str = form.TRAIN,
+    data_held_out: str = form.HELD_OUT,
+    reward: str = form.REWARD,
+    trainer_steps: str = form.STEPS,
+    rollout_group_size: str = form.GROUP_SIZE,
+    trainer_learning_rate: str = form.LEARNING_RATE,
+    rollout_engines: str = form.ENGINES,
+    trainer_ranks: str = form.RANKS,
+    kubernetes_gpu_type: str = "",
+    kubernetes_gpu_hours: str = form.GPU_HOURS,
+    kubernetes_image: str = "",
+    config: str = "",
     overrides: str = "",
     run_name: str = "",
-    gpu_type: str = "",
-    engines: int = 0,
-    ranks: int = 0,
-    image: str = "",
-    gpu_hours: float = 0.0,
     store_secret: str = "tidemill-store",
     steps_image: str = IMAGE,
 ) -> None:
     """Train a model with the settings in `config`, and register it if it improved.
 
     Args:
-        config: settings as YAML text, in a field of one line as JSON; or s3://BUCKET/KEY of such a file, with
-            store.endpoint=http://HOST:PORT in the overrides.
-        overrides: settings that replace those in `config`, KEY.PATH=VALUE, one a line, or in one line
-            [KEY.PATH=VALUE, KEY.PATH=VALUE].
+        model: a Hugging Face name, s3://BUCKET/PREFIX or models:/NAME/VERSION.
+        data_train: prompts to train on: s3://BUCKET/KEY of a .jsonl or .parquet file, hf://DATASET:SPLIT or
+            reasoning_gym://TASK. The default generates sums, without a download.
+        data_held_out: prompts for scores only, in the forms of data_train. Its default is used
+            with that of data_train only.
+        reward: exact_number, math_verify, reasoning_gym or package.module:function.
+        trainer_steps: steps of the whole run.
+        rollout_group_size: responses per prompt.
+        trainer_learning_rate: peak learning rate.
+        rollout_engines: vLLM engines, one GPU each.
+        trainer_ranks: trainer processes, one GPU each.
+        kubernetes_gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: any.
+        kubernetes_gpu_hours: budget, GPUs times hours; at its end the run stops with a checkpoint and a model.
+        kubernetes_image: image of the Ray pods, with a tag. Empty: that of this version.
+        config: empty for a run of this form alone. Or a run file: its text, in this field of one line as JSON;
+            s3://BUCKET/KEY of it; or the name of an earlier run, whose settings are copied. A field that still
+            has its default then leaves the setting to the run file.
+        overrides: any settings besides, KEY.PATH=VALUE, several as [KEY.PATH=VALUE, KEY.PATH=VALUE].
         run_name: a run to resume. Empty starts a new run, named after the settings and this KFP run.
-        gpu_type: value of the node label nvidia.com/gpu.product, such as NVIDIA-H100-80GB-HBM3. Empty: as in `config`.
-        engines: vLLM engines. 0: as in `config`.
-        ranks: trainer processes, one GPU each. 0: as in `config`.
-        image: image of the Ray pods, with a tag. Empty: as in `config`.
-        gpu_hours: budget, at whose end the run stops with a checkpoint and a model. 0: as in `config`.
         store_secret: secret with access_key and secret_key of the object store.
         steps_image: image of the pipeline's own steps, with a tag.
     """
     pod, kfp_run = Pod(steps_image, store_secret), dsl.PIPELINE_JOB_ID_PLACEHOLDER
     name = {"config": config, "overrides": overrides, "run_name": run_name, "kfp_run": kfp_run}
-    amounts = {"gpu_type": gpu_type, "engines": engines, "ranks": ranks, "image": image, "gpu_hours": gpu_hours}
+    fields = {
+        "model": model,
+        "data_train": data_train,
+        "data_held_out": data_held_out,
+        "reward": reward,
+        "trainer_steps": trainer_steps,
+        "rollout_group_size": rollout_group_size,
+        "trainer_learning_rate": trainer_learning_rate,
+        "rollout_engines": rollout_engines,
+        "trainer_ranks": trainer_ranks,
+        "kubernetes_gpu_type": kubernetes_gpu_type,
+        "kubernetes_gpu_hours": kubernetes_gpu_hours,
+        "kubernetes_image": kubernetes_image,
+    }
     with dsl.ExitHandler(pod.retryable(teardown(**name, variants="")), name="run"):
-        settings = pod.task(validate(**name, **amounts)).outputs["Output"]
+        settings = pod.task(validate(**name, **fields)).outputs["Output"]
         summary, evaluation = training_steps(pod, settings)
         pod.retryable(register(config=settings, summary=summary, evaluation=evaluation))

@@ -18,7 +18,7 @@ from typing import Any
 
 import kfp_server_api
 from kfp import Client
-from tidemill_pipelines.catalogue import Job, compiled, pipeline_of, typed
+from tidemill_pipelines.catalogue import Job, checked, compiled, pipeline_of, readme
 from urllib3.exceptions import HTTPError
 
 from tidemill.errors import RunError
@@ -96,7 +96,7 @@ class Service:
             "job_name": job.name,
             "pipeline_id": pipeline,
             "version_id": version,
-            "params": typed(job.pipeline, job.parameters),
+            "params": checked(job.pipeline, job.parameters),
             "service_account": job.service_account,
         }
 
@@ -167,7 +167,8 @@ class Service:
 
     def version(self, pipeline: str) -> tuple[str, str]:
         """(pipeline id, version id) of a pipeline as it is compiled here; a new one is uploaded."""
-        title = f"tidemill-{pipeline_of(pipeline).pipeline_spec.pipeline_info.name}"
+        info = pipeline_of(pipeline).pipeline_spec.pipeline_info
+        title = f"tidemill-{info.name}"
         text = compiled(pipeline)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         with tempfile.TemporaryDirectory() as folder:
@@ -175,11 +176,12 @@ class Service:
             path.write_text(text, encoding="utf-8")
             pipelines = self.client.list_pipelines(filter=named(title), namespace=self.namespace).pipelines
             if not pipelines:
-                pipelines = [self.client.upload_pipeline(str(path), title, namespace=self.namespace)]
+                pipelines = [self.client.upload_pipeline(str(path), title, info.description, self.namespace)]
             key = str(pipelines[0].pipeline_id)
             versions = self.client.list_pipeline_versions(key, filter=named(digest)).pipeline_versions
             if not versions:
-                versions = [self.client.upload_pipeline_version(str(path), digest, pipeline_id=key)]
+                about = readme(pipeline)
+                versions = [self.client.upload_pipeline_version(str(path), digest, key, description=about)]
             return key, str(versions[0].pipeline_version_id)
 
     def page(self, kind: str, key: str) -> str:

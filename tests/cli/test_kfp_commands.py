@@ -47,7 +47,7 @@ def test_command_of_the_documentation_is_taken(command: str, server: Kfp, folder
 def test_what_they_send_is_what_the_documentation_says(server: Kfp) -> None:
     assert len(COMMANDS) == 6
     sent = server.runs[-1]["runtime_config"]["parameters"]
-    assert (sent["engines"], sent["gpu_hours"]) == (4, 12.5)
+    assert sent["overrides"] == "[rollout.engines=4, kubernetes.gpu_hours=12.5]"
     assert sent["config"] == (ROOT / "examples/addition.yaml").read_text().rstrip("\n")
     [schedule] = server.schedules
     assert (schedule["mode"], schedule["no_catchup"], schedule["max_concurrency"]) == ("ENABLE", True, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from kfp_stub import RUN_ID, Kfp, serving
 
 from tidemill.cli.main import main
+from tidemill.steps.request import DEFAULTS
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
 
@@ -69,7 +71,7 @@ def test_submit_uploads_prompts_pipeline_and_settings_and_starts_the_run(
     kfp: Kfp, run_file: str, store: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["submit", run_file, "trainer.steps=7", "--endpoint", kfp.endpoint]) == 0
-    config = yaml.safe_load(sent(kfp)["config"])
+    config = json.loads(sent(kfp)["config"])
     key = f"inputs/{hashlib.sha256(PROMPTS.encode()).hexdigest()}"
     assert config["data"]["train"] == f"s3://tidemill/{key}/train.jsonl"
     assert store.get_bytes(f"{key}/held_out.jsonl").decode() == PROMPTS
@@ -77,7 +79,8 @@ def test_submit_uploads_prompts_pipeline_and_settings_and_starts_the_run(
     [run] = kfp.runs
     assert (run["service_account"], run["experiment_id"]) == ("tidemill-pipeline", "e0")
     assert run["pipeline_version_reference"] == {"pipeline_id": "p0", "pipeline_version_id": "v0"}
-    assert sent(kfp).keys() == {"config", "store_secret"}
+    filled = {name for name, value in sent(kfp).items() if value}
+    assert filled == {"config", "store_secret"} and set(sent(kfp)) == filled | set(DEFAULTS)
     out = capsys.readouterr().out
     assert f"run addition-1a2b3c4d: {kfp.endpoint}/#/runs/details/{RUN_ID}" in out
     assert "tidemill stop addition-1a2b3c4d" in out
@@ -92,6 +95,8 @@ def test_pipeline_is_uploaded_once_under_the_digest_of_its_content(kfp: Kfp, run
     golden = (EXAMPLE.parents[1] / "pipelines/compiled/post_training.yaml").read_bytes()
     assert kfp.versions[0]["display_name"] == hashlib.sha256(golden).hexdigest()[:12]
     assert golden in kfp.bodies[-1]
+    assert kfp.pipelines[0]["description"] == "Asynchronous reinforcement learning of a language model"
+    assert "- **trainer_steps**: steps of the whole run." in kfp.versions[0]["description"]
 
 
 @pytest.mark.usefixtures("keys")
@@ -166,6 +171,7 @@ def test_schedule_is_enabled_alone_without_catching_up_and_keeps_numbers(
     assert schedule["trigger"] == {"cron_schedule": {"cron": "0 0 2 * * *"}}
     assert schedule["service_account"] == "tidemill-pipeline"
     assert schedule["runtime_config"]["parameters"]["prompts"] == "s3://tidemill/prompts/"
+    assert json.loads(schedule["runtime_config"]["parameters"]["config"])["name"] == "addition"
     assert kfp.pipelines[0]["display_name"] == "tidemill-continual"
     out = capsys.readouterr().out
     assert "schedule nightly: " in out and out.count(" 02:00:00") == 3 and "UTC" in out

@@ -9,7 +9,7 @@ from tidemill_pipelines.local import command
     [
         ([], "usage: python -m tidemill_pipelines.local"),
         (["sweeps", "runs"], "PIPELINE is one of post_training, sweep, continual"),
-        (["sweep", "runs", "config=a.yaml"], "sweep needs the parameter variants"),
+        (["sweep", "runs", "configs=a.yaml"], "sweep has no parameter configs; it has config"),
         (["sweep", "runs", "a.yaml"], "'a.yaml' is not of the form NAME=VALUE"),
     ],
 )

@@ -54,13 +54,14 @@ class Kfp:
         """Create a resource."""
         if path == "pipelines/upload":
             self.bodies.append(body)
-            self.pipelines.append({"pipeline_id": f"p{len(self.pipelines)}", "display_name": query["name"], **CREATED})
+            created = {"pipeline_id": f"p{len(self.pipelines)}", "display_name": query["name"], **CREATED}
+            self.pipelines.append(created | {"description": query.get("description", "")})
             return self.pipelines[-1]
         if path == "pipelines/upload_version":
             self.bodies.append(body)
             number = f"v{len(self.versions)}"
             version = {"pipeline_id": query["pipelineid"], "pipeline_version_id": number, "display_name": query["name"]}
-            version |= CREATED
+            version |= {"description": query.get("description", ""), **CREATED}
             self.versions.append(version)
             return version
         sent = json.loads(body)

@@ -23,11 +23,12 @@ from tidemill.errors import (
     ConfigError,
 )
 from tidemill.observe.report import Summary
+from tidemill.steps.request import DEFAULTS
 
 BAD = "name: probe"
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
 OVERLONG = ("rewards.0.function=overlong", "registry.min_score=null")
-EMPTY_FORM = ("", "", "", "", 0, 0, "", 0.0)
+EMPTY_FORM = ("",) * (3 + len(DEFAULTS))
 CHAT = [{"role": "user", "content": "1 + 1"}]
 SUMMARY = Summary(1, 0.5, None, 1.0, 1.0, 1.0, None, None, None, None, None, None, None, None).to_json()
 
@@ -53,7 +54,7 @@ class Artifact:
         lambda: validate_sweep.python_func(BAD, *EMPTY_FORM, "seed=1", Artifact()),
         lambda: finish_variant.python_func(BAD, "{}", "null", Artifact()),
         lambda: select_best.python_func(BAD, "", "", "", ["{}"], Artifact(), Artifact(), Artifact()),
-        lambda: prepare_continual.python_func(BAD, *EMPTY_FORM, "s3://tidemill/prompts/", Artifact()),
+        lambda: prepare_continual.python_func(BAD, *EMPTY_FORM[1:], "s3://tidemill/prompts/", Artifact()),
         lambda: record_progress.python_func(BAD, SUMMARY),
     ],
 )

@@ -13,7 +13,8 @@ import yaml
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, StoreError
 from tidemill.observe.markdown import links, port_forward
-from tidemill.steps.request import Request
+from tidemill.steps.request import DEFAULTS, Request, settings_key
+from tidemill.steps.validate import check_inputs
 from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import start_server, stop_server
 
@@ -40,8 +41,9 @@ def test_empty_form_changes_nothing(addition: RunConfig) -> None:
 
 def test_fields_override_overrides_which_override_the_settings(addition: RunConfig) -> None:
     lines = "rollout.engines=2\n\n# a remark\n  seed=9  \n" + ON_CLUSTER
-    asked = Request(addition.to_yaml(), lines, gpu_type="007", engines=4.0, ranks=2, image="r/i:1", gpu_hours=2)  # type: ignore[arg-type]
-    config = asked.settings()
+    asked = Request(addition.to_yaml(), lines, kubernetes_gpu_type="007", rollout_engines="4", trainer_ranks="2")
+    config = replace(asked, kubernetes_image="r/i:1", kubernetes_gpu_hours="2", reward="math_verify").settings()
+    assert [reward.function for reward in config.rewards] == ["math_verify"]
     assert (config.seed, config.rollout.engines, config.trainer.ranks) == (9, 4, 2)
     settings = config.kubernetes
     assert (settings.gpu_type, settings.image, settings.gpu_hours) == ("007", "r/i:1", 2.0)
@@ -73,8 +75,45 @@ def test_settings_may_be_in_the_store(addition: RunConfig, store: ObjectStore) -
     uri, lines = store.uri("settings/run.yaml"), f"store.endpoint={store.endpoint}\nseed=3"
     config = Request(uri, lines).settings()
     assert (config.name, config.seed, config.store.endpoint) == ("addition", 3, store.endpoint)
-    with pytest.raises(ConfigError, match=r"config = 's3://.*together with an override of store\.endpoint"):
-        Request(uri).settings()
+
+
+def test_settings_of_an_earlier_run_are_copied_without_its_id(addition: RunConfig, store: ObjectStore) -> None:
+    earlier = Request(addition.to_yaml(), kfp_run=KFP_RUN).settings()
+    store.put_bytes(settings_key(earlier.name), earlier.to_yaml().encode())
+    lines = f"store.endpoint={store.endpoint}\nseed=3"
+    config = Request(earlier.name, lines, kfp_run="9" * 8).settings()
+    assert (config.name, config.registered_model, config.seed) == ("addition-99999999", "addition", 3)
+    with pytest.raises(ConfigError, match=r"config = 'other': allowed is .* the name of an earlier run"):
+        Request("other", lines).settings()
+
+
+def test_form_alone_is_a_run_on_kubernetes_whose_prompts_need_no_upload() -> None:
+    config = Request(kfp_run=KFP_RUN).settings()
+    assert (config.name, config.model) == ("post-training-1a2b3c4d", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert (config.cluster.provider, config.kubernetes.gpu_hours, config.trainer.steps) == ("kuberay", 8.0, 100)
+    check_inputs(config)
+    assert Request(**DEFAULTS).settings() == Request().settings()
+
+
+def test_held_out_prompts_of_the_form_are_not_used_with_other_prompts() -> None:
+    config = Request(data_train="hf://openai/gsm8k:train", data_held_out=DEFAULTS["data_held_out"]).settings()
+    assert (config.data.train, config.data.held_out) == ("hf://openai/gsm8k:train", None)
+    assert Request(data_held_out="hf://openai/gsm8k:test").settings().data.held_out == "hf://openai/gsm8k:test"
+
+
+def test_default_of_a_field_leaves_the_setting_to_the_run_file(addition: RunConfig) -> None:
+    assert Request(addition.to_yaml(), **DEFAULTS).settings() == addition
+    changed = Request(addition.to_yaml(), **{**DEFAULTS, "trainer_steps": "7"}).settings()
+    assert (changed.trainer.steps, changed.model) == (7, addition.model)
+
+
+def test_numbers_of_json_stay_numbers(addition: RunConfig) -> None:
+    options = {"budget": 12, "buffer": 4, "penalty": 1e-06}
+    tree = addition.model_dump(mode="json") | {"rewards": [{"function": "overlong", "options": options}]}
+    tree["registry"]["min_score"] = None
+    assert Request(json.dumps(tree)).settings().rewards[0].options == options
+    with pytest.raises(ConfigError, match="the key name is given twice"):
+        Request('{"name": "a", "name": "b"}').settings()
 
 
 def test_links_in_a_cluster_lead_to_kfp_mlflow_store_and_dashboard(addition: RunConfig) -> None:
@@ -133,7 +172,7 @@ def test_run_file_that_lost_its_line_breaks_says_so(addition: RunConfig) -> None
         Request(addition.to_yaml().replace("\n", "")).settings()
 
 
-@pytest.mark.parametrize("text", ["", " ", "run", "[1, 2]", "\t", "s3://bucket"])
+@pytest.mark.parametrize("text", ["run", "[1, 2]", "s3://bucket"])
 def test_text_without_settings_is_refused(text: str) -> None:
     with pytest.raises((ConfigError, StoreError)):
         Request(text).settings()
@@ -146,10 +185,17 @@ def test_list_with_other_values_than_strings_is_refused(addition: RunConfig, tex
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("engines", 2.5), ("engines", -1), ("ranks", 1.5), ("gpu_hours", -1.0), ("image", "i")]
+    ("field", "value"),
+    [
+        ("rollout_engines", "2.5"),
+        ("rollout_engines", "-1"),
+        ("trainer_ranks", "one"),
+        ("kubernetes_gpu_hours", "0"),
+        ("kubernetes_image", "i"),
+    ],
 )
-def test_invalid_field_is_refused(addition: RunConfig, field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"\.{field} = "):
+def test_invalid_field_is_refused(addition: RunConfig, field: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field.replace('_', '.', 1)} = "):
         replace(Request(addition.to_yaml(), ON_CLUSTER), **{field: value}).settings()
 
 

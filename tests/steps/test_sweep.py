@@ -72,7 +72,7 @@ def test_variant_cannot_set_what_a_field_of_the_form_sets(addition: RunConfig) -
     lines = "rollout.engines=1\nrollout.engines=2"
     assert [each.rollout.engines for each in variant_configs(Request(addition.to_yaml()), lines)] == [1, 2]
     with pytest.raises(ConfigError, match=r"other than rollout\.engines, which a field of the form sets"):
-        list(variant_configs(Request(addition.to_yaml(), engines=1), lines))
+        list(variant_configs(Request(addition.to_yaml(), rollout_engines="2"), lines))
 
 
 def test_sweep_without_held_out_prompts_has_no_best(addition: RunConfig, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -10,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tidemill_pipelines.catalogue import Job
 
 from tidemill.cli.cron import next_times, six_fields
@@ -20,7 +20,7 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, StoreError
 from tidemill.kuberay.manifest import manifests
 from tidemill.rollout.sources import load_rows
-from tidemill.steps.request import RUN_ID_LENGTH, Request, entries, short_id
+from tidemill.steps.request import DEFAULTS, RUN_ID_LENGTH, Request, entries, short_id
 from tidemill.steps.sweep import variant_configs
 from tidemill.store.inputs import local_files, upload_prompts
 
@@ -211,7 +211,9 @@ def parameters_of(config: RunConfig, options: Options, resume: str | None = None
     if options.variants and options.prompts:
         fix = "--variants asks for a sweep, --prompts for continual training."
         raise ConfigError("--variants", options.variants, "without --prompts", fix)
+    fields = [name for name in DEFAULTS if not (options.prompts and name == "data_train")]
     given = {
+        **dict.fromkeys(fields, ""),  # the settings hold them
         "config": text_of(config),
         "variants": read_variants(options.variants),
         "prompts": options.prompts,
@@ -241,14 +243,16 @@ def read_variants(path: str | None) -> str | None:
 
 
 def text_of(config: RunConfig) -> str:
-    """The settings as a person reads them in KFP's form: those that differ from the defaults."""
+    """The settings that differ from the defaults, as JSON, which KFP shows indented and its form leaves as it is."""
     tree = config.model_copy(update={"output": Path(OUTPUT)}).model_dump(mode="json", exclude_defaults=True)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return json.dumps(tree, ensure_ascii=False)
 
 
 def dry_run_comments(config: RunConfig, parameters: Mapping[str, str]) -> Iterator[str]:
     """Parameters and uploads, as YAML comments above the manifests."""
     for name, value in parameters.items():
+        if not value:
+            continue
         yield f"# parameter {name}:"
         yield from (f"#   {line}" for line in value.splitlines())
     for key, path in local_files(config).items():

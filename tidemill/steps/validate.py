@@ -36,12 +36,12 @@ from tidemill.rollout.prompts import as_text, take
 from tidemill.rollout.rewards import first_number, resolve
 from tidemill.rollout.sources import Row, load_rows
 from tidemill.steps.provider import provider_of
-from tidemill.steps.request import Request
+from tidemill.steps.request import Request, settings_key
 from tidemill.steps.run_folder import CONFIG_FILE, step, write_settings
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.seaweedfs import find_binary
-from tidemill.store.server import store_folder
+from tidemill.store.server import open_store, store_folder
 from tidemill.tracking.mlflow_server import access_problem
 
 NEED_ANSWERS = ("exact_number", "math_verify")
@@ -73,7 +73,7 @@ def validate(request: Request, page: str) -> str:
 def validate_run(config: RunConfig) -> RunConfig:
     """Refuse a run that cannot succeed: settings, prompts, rewards, model, store, provider and checkpoints.
 
-    If nothing is wrong, the settings replace those of an earlier attempt in the run's folder.
+    If nothing is wrong, the settings replace those of an earlier attempt in the run's folder and in a shared store.
 
     Returns:
         The settings, with a registry alias replaced by the version that it names.
@@ -83,6 +83,9 @@ def validate_run(config: RunConfig) -> RunConfig:
         check_restart(pinned)
         if (config.folder / CONFIG_FILE).is_file():  # a pod keeps none
             write_settings(config)
+        if config.store.endpoint != "embedded":
+            with open_store(config.store, config.output) as store:
+                store.put_bytes(settings_key(config.name), pinned.to_yaml().encode())
     return pinned
 
 
