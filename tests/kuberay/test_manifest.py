@@ -30,6 +30,7 @@ from tidemill.config.names import API_SERVER_LABEL, job_name, selector
 from tidemill.config.reading import parse_config
 from tidemill.errors import ConfigError
 from tidemill.kuberay.manifest import MAX_VALUE_BYTES, RAY_VERSION, manifests, ray_job
+from tidemill.kuberay.run_status import Owner
 
 COMPILE = ["compile", "--manifests", str(EXAMPLE), *APART]
 
@@ -221,8 +222,8 @@ def test_the_head_reads_the_settings_unchanged() -> None:
 
 
 def test_only_the_head_has_the_variables_of_the_run() -> None:
-    job = ray_job(on_kubernetes(), 1, kfp_run_id="abc", mlflow_run_id="def", environment={"TIDEMILL_IMAGE": "x"})
-    own = {"TIDEMILL_CONFIG", "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "MLFLOW_RUN_ID", "TIDEMILL_IMAGE"}
+    job = ray_job(on_kubernetes(), 1, Owner("abc", None, "def"))
+    own = {"TIDEMILL_CONFIG", "TIDEMILL_ATTEMPT", "TIDEMILL_KFP_RUN", "MLFLOW_RUN_ID"}
     assert {role: own & variables(t).keys() for role, t in templates(job).items()} == {
         "submitter": set(),
         "head": own,
@@ -255,7 +256,7 @@ def test_a_run_in_a_queue_is_created_suspended() -> None:
 
 
 def test_the_objects_of_a_run_have_its_labels() -> None:
-    job = ray_job(on_kubernetes("name=my-run"), 4, kfp_run_id="abc")
+    job = ray_job(on_kubernetes("name=my-run"), 4, Owner("abc"))
     assert job["metadata"]["name"] == job_name("my-run", 4)
     for obj in (job, *templates(job).values()):
         labels = obj["metadata"]["labels"]

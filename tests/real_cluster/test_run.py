@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,6 @@ from cluster_rig import ClusterRun
 
 from tidemill.config.names import HEARTBEAT, STOP, selector
 from tidemill.errors import ClusterError, RunError, TidemillError
-from tidemill.kuberay.attempts import WallClock
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Kind, labels_of, name_of
 from tidemill.kuberay.job_state import NODE_TYPE
 from tidemill.kuberay.release import release_run
@@ -36,7 +36,7 @@ def test_a_run_succeeds_and_its_cluster_is_deleted_after_its_time_to_live(run: C
     run.until(lambda: not any(NODE_TYPE in labels_of(pod) for pod in run.pods()))  # keep_s = 0
     assert run.admin.list(RAY_CLUSTERS, selector(run.name)) == []
     assert run.follow().steps == 3  # a retried step finds the result
-    assert release_run(run.steps, run.name, None, WallClock())
+    assert release_run(run.steps, run.name, None, time)
     assert run.left() == []
 
 
@@ -104,7 +104,7 @@ def test_teardown_ends_a_running_run(run: ClusterRun) -> None:
     with run.followed() as watched:
         run.until_shown("   1/500")
         assert float(run.admin.get(RAY_JOBS, run.job())["metadata"]["annotations"][HEARTBEAT]) > 0
-        assert release_run(run.steps, run.name, None, WallClock())
+        assert release_run(run.steps, run.name, None, time)
         assert run.left() == []
         with pytest.raises((ClusterError, RunError)):
             watched.result(480)
@@ -117,7 +117,7 @@ def test_teardown_between_two_attempts_starts_no_other_attempt(run: ClusterRun) 
         run.until_shown("   1/500")
         run.admin.delete(PODS, head_of(run))
         run.until_shown("attempt 1 failed")
-        assert release_run(run.steps, run.name, None, WallClock())
+        assert release_run(run.steps, run.name, None, time)
         with pytest.raises(ClusterError):
             watched.result(480)
     assert run.left() == []

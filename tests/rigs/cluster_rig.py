@@ -7,6 +7,7 @@ import io
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from tidemill.config.names import job_name, selector
 from tidemill.config.run import RunConfig
-from tidemill.kuberay.attempts import Attempts, WallClock
+from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.budget import GpuUsage
 from tidemill.kuberay.client import TIMEOUT, KubernetesCluster
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Kind, Object, name_of
@@ -93,7 +94,7 @@ class ClusterRun:
         """A new watcher with the permissions of a step."""
         config, progress = self.config, Progress(Console(file=self.output, width=200))
         with EventLog(config.folder / "events.jsonl") as log:
-            attempts = Attempts(config, self.steps, self.store, self.owner, WallClock())
+            attempts = Attempts(config, self.steps, self.store, self.owner, time)
             yield Watcher(attempts, EventOutput(log, progress), GpuUsage.load(self.store, config.name))
 
     def provision(self) -> int:

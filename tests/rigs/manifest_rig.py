@@ -11,7 +11,7 @@ from typing import Any
 from tidemill.config.reading import load_config
 from tidemill.config.run import RunConfig
 from tidemill.kuberay.manifest import as_yaml, ray_job
-from tidemill.kuberay.run_status import owner_reference
+from tidemill.kuberay.run_status import Owner, owner_reference
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden/rayjob.yaml"
@@ -68,9 +68,9 @@ def container(template: Tree) -> Tree:
 
 def large_run() -> Tree:
     """The RayJob of a run that uses every Kubernetes setting; its other settings are replaced by `...`."""
-    owner = owner_reference("tidemill-post-training-x7k2p", "11111111-2222-3333-4444-555555555555")
-    kfp_run = "66666666-7777-8888-9999-aaaaaaaaaaaa"
-    job = ray_job(on_kubernetes(*LARGE), 2, owner=owner, kfp_run_id=kfp_run, mlflow_run_id="0" * 32)
+    workflow = owner_reference("tidemill-post-training-x7k2p", "11111111-2222-3333-4444-555555555555")
+    owner = Owner("66666666-7777-8888-9999-aaaaaaaaaaaa", workflow, "0" * 32)
+    job = ray_job(on_kubernetes(*LARGE), 2, owner)
     next(e for e in container(templates(job)["head"])["env"] if e["name"] == "TIDEMILL_CONFIG")["value"] = "..."
     return job
 

@@ -14,7 +14,7 @@ from tidemill.config.kubernetes import KubernetesConfig
 from tidemill.config.names import STOP, selector
 from tidemill.config.reading import load_config
 from tidemill.errors import ClusterError, ConfigError, RunError, TidemillError
-from tidemill.kuberay.attempts import WallClock, has_ended
+from tidemill.kuberay.attempts import has_ended
 from tidemill.kuberay.cluster import PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, name_of, seconds
 from tidemill.kuberay.job_state import NODE_TYPE
 from tidemill.kuberay.release import release_run
@@ -127,7 +127,7 @@ def stop(cluster: Cluster, run: str, *, reason: str, now: bool) -> int:
         kept = "" if found[0].state is None else "; `--now` deletes its cluster at once"
         CONSOLE.print(f"{run} is over: {found[0].progress()}{kept}")
     elif now:
-        release_run(cluster, run, None, WallClock())
+        release_run(cluster, run, None, time)
         CONSOLE.print(f"{run} is deleted; its newest checkpoint is kept")
     else:
         request_stop(cluster, run, reason)

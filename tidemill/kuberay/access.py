@@ -53,11 +53,6 @@ def check_access(config: RunConfig, cluster: Cluster) -> None:
 
 
 def check_permissions(namespace: str, cluster: Cluster) -> None:
-    """Check the permissions of the steps.
-
-    Raises:
-        ClusterError: naming all that are missing.
-    """
     missing = [
         f"{', '.join(refused)} {kind}"
         for kind, verbs in PERMISSIONS
@@ -71,11 +66,6 @@ def check_permissions(namespace: str, cluster: Cluster) -> None:
 
 
 def check_secrets(config: RunConfig, cluster: Cluster) -> None:
-    """Check that every secret exists, and that the store's secret has its keys.
-
-    Raises:
-        ConfigError: naming the setting and the secret.
-    """
     settings = config.kubernetes
     wanted = [("kubernetes.store_secret", settings.store_secret, sorted(STORE_KEYS.values()))]
     wanted += [("kubernetes.secrets", name, []) for name in settings.secrets]
@@ -91,13 +81,7 @@ def check_secrets(config: RunConfig, cluster: Cluster) -> None:
 
 
 def check_nodes(config: RunConfig, nodes: Sequence[Object]) -> None:
-    """Check that some node has the labels that the run selects, and enough GPUs for one of its pods.
-
-    A cluster that creates nodes on demand may have none yet: do not give the pipeline the permission to list nodes.
-
-    Raises:
-        ConfigError: naming the setting and what the cluster has.
-    """
+    """A cluster that creates nodes on demand may have none yet: its pipeline must not be allowed to list nodes."""
     wanted, resource = node_labels(config), config.kubernetes.gpu_resource
     product = config.kubernetes.gpu_type
     products = {labels_of(node).get(GPU_PRODUCT) for node in nodes} - {None}
@@ -121,5 +105,4 @@ def check_nodes(config: RunConfig, nodes: Sequence[Object]) -> None:
 
 
 def as_selector(labels: Mapping[str, str]) -> str:
-    """Labels in the notation of `kubectl --selector`."""
     return ",".join(f"{key}={value}" for key, value in labels.items())

@@ -9,7 +9,6 @@ sees what the other did.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -44,25 +43,15 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """The time in seconds since 1970, and a way to wait."""
+    """The time in seconds since 1970, and a way to wait: the module `time`, or one of a test."""
 
     def time(self) -> float: ...
 
-    def sleep(self, seconds: float) -> None: ...
-
-
-class WallClock:
-    """The clock of this machine."""
-
-    def time(self) -> float:
-        return time.time()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a driver."""
+    """Text of a driver's traceback."""
 
 
 @dataclass(slots=True)
@@ -124,11 +113,6 @@ class Attempts:
         self.remove_if_ended(number)
 
     def remove_if_ended(self, number: int) -> None:
-        """Delete an attempt if the run was ended in the meantime.
-
-        Raises:
-            ClusterError: the run was ended.
-        """
         reason = self.status.ended()
         if reason is not None:
             self.remove(number)
@@ -142,11 +126,8 @@ class Attempts:
             ConfigError: a RayJob of something else has its name.
             RunError: the old RayJob does not disappear.
         """
-        owner = self.owner
-        manifest = ray_job(
-            self.config, number, owner=owner.reference, kfp_run_id=owner.kfp_run, mlflow_run_id=owner.mlflow_run
-        )
-        workflow = {} if owner.workflow is None else {WORKFLOW_ANNOTATION: owner.workflow}
+        manifest = ray_job(self.config, number, self.owner)
+        workflow = {} if self.owner.workflow is None else {WORKFLOW_ANNOTATION: self.owner.workflow}
         manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"} | workflow
         found = self.cluster.create(RAY_JOBS, manifest)
         if labels_of(found).get(RUN_LABEL) != self.config.name:
@@ -186,7 +167,6 @@ class Attempts:
         return Summary.from_json(self.store.get_bytes(attempt.summary).decode())
 
     def failure(self, attempt: Attempt) -> Failure | None:
-        """The failure that an attempt recorded."""
         if not self.store.exists(attempt.failure):
             return None
         return Failure.from_json(self.store.get_bytes(attempt.failure).decode(), self.store.uri(attempt.failure))
@@ -216,13 +196,11 @@ class Attempts:
             error.add_note(f"A retry of this step starts a new attempt, because this could not be recorded: {cause}")
 
     def verdict(self, attempt: Attempt) -> ClusterError | None:
-        """The error of `record_verdict`."""
         if not self.store.exists(attempt.verdict):
             return None
         return ClusterError(self.store.get_bytes(attempt.verdict).decode())
 
     def last_log_lines(self, number: int) -> str:
-        """The end of the driver's log, from the submitter pod or else from the head pod."""
         pods = [
             pod
             for pod in self.cluster.list(PODS, selector(self.config.name))
@@ -265,12 +243,6 @@ def repeat(call: Callable[[], T], clock: Clock) -> T:
 
 def wait_until_removed(cluster: Cluster, selected: str, matches: Callable[[Object], bool], clock: Clock) -> None:
     """Wait until none of the RayJobs and pods that a selector and a predicate choose exists.
-
-    Args:
-        cluster: their namespace.
-        selected: label selector.
-        matches: further condition.
-        clock: of the wait.
 
     Raises:
         RunError: some still exist after `REMOVAL_TIMEOUT_S`.

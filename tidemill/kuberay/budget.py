@@ -71,7 +71,6 @@ class GpuUsage:
         return total
 
     def save(self, store: ObjectStore, run: str) -> None:
-        """Write the usage of a run to the store."""
         text = json.dumps({uid: asdict(usage) for uid, usage in self.pods.items()})
         store.put_bytes(usage_key(run), text.encode())
 
@@ -99,12 +98,10 @@ def usage_key(run: str) -> str:
 
 
 def held_gpus(pods: Sequence[Object], gpu: str | None) -> int:
-    """GPUs that the pods hold now."""
     return sum(gpus_of(pod, gpu) for pod in pods if scheduled(pod) is not None and ended(pod) is None)
 
 
 def gpus_of(pod: Object, gpu: str | None) -> int:
-    """GPUs that a pod requests."""
     if gpu is None:
         return 0
     resources = [container.get("resources") or {} for container in pod["spec"].get("containers", ())]

@@ -36,13 +36,7 @@ INVALID = (400, 422)
 
 
 class KubernetesCluster:
-    """One namespace behind an API server; implements `cluster.Cluster`.
-
-    Args:
-        namespace: of namespaced objects.
-        client: address and credentials.
-        retries: how often and after which answers a request is sent again.
-    """
+    """One namespace behind an API server; implements `cluster.Cluster`."""
 
     def __init__(self, namespace: str, client: ApiClient, retries: urllib3.Retry = RETRIES) -> None:
         self.namespace, self.client, self.retries = namespace, client, retries
@@ -83,11 +77,6 @@ class KubernetesCluster:
             self.expect(status, body, f"create {kind}", kind)
 
     def post(self, kind: Kind, manifest: Object, query: Mapping[str, str]) -> tuple[int, str]:
-        """The answer to the creation of an object.
-
-        Raises:
-            ClusterError: the object is invalid.
-        """
         status, body = self.ask("POST", kind, query=query, body=manifest)
         if status in INVALID and reason_of(body):
             raise ClusterError(
@@ -165,7 +154,6 @@ class KubernetesCluster:
         return bool(self.expect(status, body, f"create {reviews}", reviews)["status"]["allowed"])
 
     def open_log(self, pod: str, container: str | None, query: Mapping[str, str], timeout: urllib3.Timeout) -> Any:
-        """A response with the log of a pod; the caller closes it."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
         return self.send("GET", path, {**query, **({"container": container} if container else {})}, None, timeout)
 
@@ -178,7 +166,6 @@ class KubernetesCluster:
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
     ) -> tuple[int, str]:
-        """Status and text of the answer to a request."""
         path = kind.path(self.namespace) + (f"/{name}" if name else "")
         response = self.send(method, path, query or {}, body, TIMEOUT)
         return response.status, response.data.decode(errors="replace")
@@ -186,11 +173,6 @@ class KubernetesCluster:
     def send(
         self, method: str, path: str, query: Mapping[str, str], body: Object | None, timeout: urllib3.Timeout
     ) -> Any:
-        """The answer of the API server, with any status.
-
-        Raises:
-            RunError: there is no answer.
-        """
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json, */*", "Content-Type": kind}
         self.client.update_params_for_auth(headers, [], ["BearerToken"])
@@ -210,11 +192,6 @@ class KubernetesCluster:
             raise RunError(f"the Kubernetes API server at {host} does not answer: {cause}") from error
 
     def expect(self, status: int, text: str, what: str, kind: Kind) -> Any:
-        """The object in an answer.
-
-        Raises:
-            ClusterError, RunError: the answer is an error.
-        """
         if status == 404 and is_gone(status, text):
             raise ClusterError(
                 f"cannot {what}: {message_of(text)}. Create it (k8s/ does), or correct kubernetes.namespace."
@@ -228,12 +205,6 @@ class KubernetesCluster:
         return json.loads(text)
 
     def check(self, status: int, text: str, what: str) -> None:
-        """Raise the error of an answer that is one.
-
-        Raises:
-            ClusterError: the server refuses the request.
-            RunError: the server fails, and a later request may succeed.
-        """
         if 200 <= status < 300:
             return
         host, said = self.client.configuration.host, message_of(text)
@@ -269,10 +240,8 @@ def is_gone(status: int, text: str) -> bool:
 
 
 def reason_of(text: str) -> str:
-    """The machine-readable reason of a refusal, "" without one."""
     return str(status_object(text).get("reason") or "")
 
 
 def message_of(text: str) -> str:
-    """The message of a refusal."""
     return str(status_object(text).get("message") or text.strip()[:500])

@@ -33,7 +33,6 @@ class Kind:
     provided_by: str = "Kubernetes"
 
     def path(self, namespace: str) -> str:
-        """URL path of the collection of all objects of the kind."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         return f"{root}/namespaces/{namespace}/{self.plural}" if self.namespaced else f"{root}/{self.plural}"
 
@@ -74,7 +73,7 @@ class Cluster(Protocol):
         ...
 
     def list(self, kind: Kind, selector: str = "") -> Sequence[Object]:
-        """The objects that match a label selector."""
+        """Objects that match a label selector."""
         ...
 
     def patch(self, kind: Kind, name: str, change: Object) -> None:

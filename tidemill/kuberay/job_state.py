@@ -48,7 +48,7 @@ FAILURES: Mapping[str, tuple[str, bool]] = {
 
 
 class Phase(StrEnum):
-    """Phase of an attempt."""
+    """Of an attempt."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -78,7 +78,6 @@ class JobState:
 
     @property
     def over(self) -> bool:
-        """Whether the attempt has ended or must be ended."""
         return self.fatal is not None or self.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)
 
 
@@ -99,7 +98,6 @@ class Wait:
     grace_s: float = GRACE_S
 
     def over(self, now: float) -> bool:
-        """Whether the wait is fatal."""
         return self.fatal is not None and now - self.since >= self.grace_s
 
 
@@ -135,7 +133,6 @@ def assess(job: Object | None, pods: Sequence[Object], events: Sequence[Object],
 
 
 def failed(status: Mapping[str, Any]) -> JobState:
-    """The state of a RayJob that failed or was stopped."""
     reason, message = status.get("reason", ""), status.get("message", "")
     if status.get("jobStatus") == "STOPPED" and not reason:
         return JobState(Phase.FAILED, "stopped", fatal="the driver was stopped from outside, as by `ray job stop`")
@@ -148,13 +145,11 @@ def failed(status: Mapping[str, Any]) -> JobState:
 
 
 def queued(job: Object) -> str:
-    """The progress of a suspended job."""
     queue = labels_of(job).get(QUEUE)
     return f"queued: waits for Kueue's queue {queue}" if queue else "suspended: waits until it is resumed"
 
 
 def wanted_pods(job: Object) -> int:
-    """Number of pods of the Ray cluster at its start, including the head."""
     spec = job["spec"].get("rayClusterSpec", {})
     return 1 + sum(int(group.get("replicas", 1)) for group in spec.get("workerGroupSpecs", ()))
 
@@ -178,13 +173,11 @@ def waits_for(pod: Object, events: Sequence[Object]) -> Wait | None:
 
 
 def containers(pod: Object) -> Iterator[Mapping[str, Any]]:
-    """Container states of a pod, in the order in which the containers start."""
     yield from pod["status"].get("initContainerStatuses") or ()
     yield from pod["status"].get("containerStatuses") or ()
 
 
 def not_started(pod: Object, container: Mapping[str, Any], waiting: Mapping[str, Any], since: float) -> Wait:
-    """The wait of a container that does not start: image, secret, or command."""
     reason, message = waiting["reason"], waiting.get("message", "")
     text, fatal, grace_s = f"{reason}: {message}" if message else reason, None, GRACE_S
     if reason in IMAGE_REASONS:
@@ -226,7 +219,6 @@ def fits_no_node(message: str) -> bool:
 
 
 def requests_of(pod: Object) -> str:
-    """Node selector and resource requests of a pod."""
     requests: dict[str, str] = {}
     for container in pod["spec"].get("containers", ()):
         requests |= container.get("resources", {}).get("requests") or {}
@@ -251,7 +243,6 @@ def refused(job: Object, status: Mapping[str, Any], events: Sequence[Object], no
 
 
 def explain_refusal(message: str) -> str:
-    """A refusal of the API server, and what to do."""
     fixes = {
         "exceeded quota": "Wait for other runs to end, request less, or raise the quota of the namespace.",
         "violates PodSecurity": "The namespace is stricter than these pods: see docs/kubernetes.md.",
@@ -299,11 +290,9 @@ def last_end(pod: Object) -> str | None:
 
 
 def is_ready(pod: Object) -> bool:
-    """Whether a pod belongs to the Ray cluster and is ready."""
     ready = condition_of(pod, "Ready")
     return NODE_TYPE in labels_of(pod) and ready is not None and ready["status"] == "True"
 
 
 def about(event: Object, obj: Object) -> bool:
-    """Whether an event concerns an object."""
     return bool(event.get("involvedObject", {}).get("name") == name_of(obj))

@@ -26,7 +26,6 @@ from tidemill.config.names import (
 )
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError
-from tidemill.kuberay.cluster import Object
 from tidemill.kuberay.pods import (
     RESTRICTED,
     RUNS,
@@ -41,6 +40,7 @@ from tidemill.kuberay.pods import (
     submitter_template,
     trainer_template,
 )
+from tidemill.kuberay.run_status import KFP_RUN, MLFLOW_RUN, NOBODY, Owner
 
 RAY_VERSION = "2.60.0"
 """Version of Ray in the image."""
@@ -61,43 +61,27 @@ MAX_VALUE_BYTES = 120_000
 """Size of an environment variable: Linux allows 128 KiB with its name."""
 
 
-def ray_job(
-    config: RunConfig,
-    attempt: int,
-    *,
-    owner: Object | None = None,
-    kfp_run_id: str | None = None,
-    mlflow_run_id: str | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Manifest:
+def ray_job(config: RunConfig, attempt: int, owner: Owner = NOBODY) -> Manifest:
     """The RayJob of an attempt.
 
     Args:
         config: settings of the run; `output` becomes a folder of the pod.
         attempt: counted from 1.
-        owner: entry of `metadata.ownerReferences`, an object in the same namespace.
-        kfp_run_id: pipeline run, as a label and as the head's variable TIDEMILL_KFP_RUN.
-        mlflow_run_id: MLflow run that the training continues, as the head's variable MLFLOW_RUN_ID.
-        environment: further variables of the head.
+        owner: pipeline run, as a label and as variables of the head; its MLflow run is continued.
 
     Raises:
         ConfigError: the settings are too long for an environment variable.
     """
     labels = {PART_OF: TIDEMILL, RUN_LABEL: config.name, ATTEMPT_LABEL: str(attempt)}
-    labels |= {} if kfp_run_id is None else {KFP_RUN_LABEL: kfp_run_id}
-    ids = {"MLFLOW_RUN_ID": mlflow_run_id, "TIDEMILL_KFP_RUN": kfp_run_id}
-    variables = {
-        **(environment or {}),
-        "TIDEMILL_ATTEMPT": str(attempt),
-        "TIDEMILL_CONFIG": settings_in_pod(config),
-        **present(ids),
-    }
+    labels |= {} if owner.kfp_run is None else {KFP_RUN_LABEL: owner.kfp_run}
+    ids = {MLFLOW_RUN: owner.mlflow_run, KFP_RUN: owner.kfp_run}
+    variables = {"TIDEMILL_ATTEMPT": str(attempt), "TIDEMILL_CONFIG": settings_in_pod(config), **present(ids)}
     queue = config.kubernetes.queue
     metadata = {
         "name": job_name(config.name, attempt),
         "namespace": config.kubernetes.namespace,
         "labels": labels | ({} if queue is None else {QUEUE_LABEL: queue}),
-        "ownerReferences": None if owner is None else [dict(owner)],
+        "ownerReferences": None if owner.reference is None else [dict(owner.reference)],
     }
     return {
         "apiVersion": "ray.io/v1",
@@ -108,11 +92,6 @@ def ray_job(
 
 
 def settings_in_pod(config: RunConfig) -> str:
-    """The settings for the head, as YAML, with a folder of the pod as `output`.
-
-    Raises:
-        ConfigError: they are too long.
-    """
     text = config.model_copy(update={"output": Path(RUNS)}).to_yaml()
     if len(text.encode()) > MAX_VALUE_BYTES:
         fix = "Put long values, such as options, into files of the image."
@@ -121,7 +100,6 @@ def settings_in_pod(config: RunConfig) -> str:
 
 
 def job_spec(config: RunConfig, labels: Labels, variables: Mapping[str, str]) -> Manifest:
-    """The job, its cluster and its deadlines."""
     settings = config.kubernetes
     return present(
         {
@@ -171,7 +149,6 @@ def cluster_spec(config: RunConfig, labels: Labels, variables: Mapping[str, str]
 
 
 def trainer_group(config: RunConfig, labels: Labels) -> Manifest:
-    """Pods of up to eight ranks; their number never changes."""
     ranks = min(config.trainer.ranks, RANKS_PER_POD)
     pods = max(1, config.trainer.ranks // RANKS_PER_POD)
     return {
@@ -187,7 +164,6 @@ def trainer_group(config: RunConfig, labels: Labels) -> Manifest:
 
 
 def rollout_group(config: RunConfig, labels: Labels) -> Manifest:
-    """One pod for each engine."""
     engines, gpus = config.rollout.engines, config.rollout.tensor_parallel_size
     return {
         "groupName": "rollout",
@@ -243,7 +219,6 @@ def manifests(config: RunConfig, attempt: int = 1) -> str:
 
 
 def requirements(config: RunConfig) -> Iterator[str]:
-    """What the run needs in the cluster and does not create."""
     settings = config.kubernetes
     yield f"Namespace {settings.namespace} must have:"
     yield f"- service account {settings.service_account}"

@@ -75,7 +75,6 @@ def head_template(config: RunConfig, labels: Labels, extra: Mapping[str, str], *
 
 
 def trainer_template(config: RunConfig, labels: Labels, ranks: int) -> Manifest:
-    """A pod of `ranks` trainer ranks, one GPU each."""
     size = config.kubernetes.trainer
     container = ray_container(config, size, ranks, lifecycle=CHECKPOINT_FIRST)
     fields = {"terminationGracePeriodSeconds": pre_stop.GRACE_S, **worker_fields(config)}
@@ -85,7 +84,6 @@ def trainer_template(config: RunConfig, labels: Labels, ranks: int) -> Manifest:
 
 
 def rollout_template(config: RunConfig, labels: Labels) -> Manifest:
-    """A pod of one engine."""
     size = config.kubernetes.rollout
     container = ray_container(config, size, config.rollout.tensor_parallel_size)
     volumes = folders(size.shared_memory_gib)
@@ -119,7 +117,6 @@ def template(labels: Labels, spec: Manifest, *, evictable: bool) -> Manifest:
 def pod_spec(
     config: RunConfig, container: Manifest, volumes: list[Manifest], priority_class: str | None, fields: Manifest
 ) -> Manifest:
-    """A pod of one container, with further fields."""
     return present(
         {
             "serviceAccountName": config.kubernetes.service_account,
@@ -157,7 +154,6 @@ def worker_fields(config: RunConfig) -> Manifest:
 
 
 def node_labels(config: RunConfig) -> Labels:
-    """Labels that the nodes of trainer and rollout pods must have."""
     product = config.kubernetes.gpu_type
     return ({} if product is None else {GPU_PRODUCT: product}) | config.kubernetes.node_selector
 
@@ -176,7 +172,6 @@ def ray_container(
     extra: Mapping[str, str] | None = None,
     **fields: object,
 ) -> Manifest:
-    """The container that KubeRay starts Ray in, with further environment variables and fields."""
     return present(
         {
             "name": "ray",
@@ -205,7 +200,6 @@ def variables(values: Mapping[str, str]) -> list[Manifest]:
 
 
 def store_keys(config: RunConfig) -> list[Manifest]:
-    """The object store's keys, from their Secret."""
     secret = config.kubernetes.store_secret
     return [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}} for name, key in STORE_KEYS.items()

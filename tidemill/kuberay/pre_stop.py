@@ -25,12 +25,7 @@ Processes = Callable[[], Iterable[psutil.Process]]
 
 
 def pre_stop(processes: Processes = psutil.process_iter, poll_s: float = POLL_S) -> None:
-    """Terminate the driver, and wait until neither a driver nor a rank is left.
-
-    Args:
-        processes: the processes to look at; by default all of the container.
-        poll_s: seconds between two looks.
-    """
+    """Terminate the driver, and wait until neither a driver nor a rank is left."""
     for process in matching(processes, is_driver):
         process.terminate()
 
@@ -41,7 +36,6 @@ def pre_stop(processes: Processes = psutil.process_iter, poll_s: float = POLL_S)
 
 
 def matching(processes: Processes, wanted: Callable[[list[str]], bool]) -> Iterator[psutil.Process]:
-    """Running processes whose command line is wanted."""
     for process in processes():
         try:
             command = process.cmdline()

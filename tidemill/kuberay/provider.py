@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from tidemill.config.names import job_name
 from tidemill.config.run import RunConfig
 from tidemill.errors import TidemillError
 from tidemill.kuberay.access import check_access
-from tidemill.kuberay.attempts import Attempts, WallClock
+from tidemill.kuberay.attempts import Attempts
 from tidemill.kuberay.budget import GpuUsage
 from tidemill.kuberay.client import KubernetesCluster
 from tidemill.kuberay.release import release_run
@@ -24,7 +26,6 @@ from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation, evaluation_from_json
 from tidemill.store.attempt import Attempt, latest_attempt
 from tidemill.store.lease import remove_lease
-from tidemill.store.object_store import ObjectStore
 from tidemill.store.server import open_store
 
 
@@ -41,20 +42,18 @@ class KubernetesProvider:
             check_access(self.config, cluster)
         except TidemillError as error:
             status = RunStatus(cluster, self.config.name, Owner(this_kfp_run()))
-            status.fail(error, updated=f"{WallClock().time():.0f}")
+            status.fail(error, updated=f"{time.time():.0f}")
             raise
 
     def provision(self, log: EventLog) -> dict[str, Any]:
-        """Create the Ray cluster, or attach to the existing one."""
-        with open_store(self.config.store, self.config.output) as store, Progress(Console(soft_wrap=True)) as progress:
-            number = self.watcher(store, EventOutput(log, progress)).provision()
+        with self.watcher(log) as watcher:
+            number = watcher.provision()
         name = job_name(self.config.name, number)
         return {"attempt": number, "job": name, "namespace": self.config.kubernetes.namespace}
 
     def train(self, provisioned: Mapping[str, Any], log: EventLog) -> Summary:
-        """Follow the run until it has ended."""
-        with open_store(self.config.store, self.config.output) as store, Progress(Console(soft_wrap=True)) as progress:
-            return self.watcher(store, EventOutput(log, progress)).follow(int(provisioned["attempt"]))
+        with self.watcher(log) as watcher:
+            return watcher.follow(int(provisioned["attempt"]))
 
     def score(self, summary: Summary) -> Evaluation | None:
         """The score that the last attempt stored; it evaluated the exported model in a new engine."""
@@ -65,14 +64,16 @@ class KubernetesProvider:
 
     def teardown(self) -> None:
         """Release the GPUs; the lease of the run is removed once no attempt can hold it."""
-        if release_run(self.cluster(), self.config.name, this_kfp_run(), WallClock()):
+        if release_run(self.cluster(), self.config.name, this_kfp_run(), time):
             with open_store(self.config.store, self.config.output) as store:
                 remove_lease(store, self.config.name)
 
     def cluster(self) -> KubernetesCluster:
         return KubernetesCluster.connect(self.config.kubernetes.namespace)
 
-    def watcher(self, store: ObjectStore, output: EventOutput) -> Watcher:
-        cluster = self.cluster()
-        attempts = Attempts(self.config, cluster, store, Owner.of_this_step(cluster), WallClock())
-        return Watcher(attempts, output, GpuUsage.load(store, self.config.name))
+    @contextmanager
+    def watcher(self, log: EventLog) -> Iterator[Watcher]:
+        with open_store(self.config.store, self.config.output) as store, Progress(Console(soft_wrap=True)) as progress:
+            cluster = self.cluster()
+            attempts = Attempts(self.config, cluster, store, Owner.of_this_step(cluster), time)
+            yield Watcher(attempts, EventOutput(log, progress), GpuUsage.load(store, self.config.name))

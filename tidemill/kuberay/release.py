@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tidemill.config.names import KFP_RUN_LABEL, RUN_LABEL, selector
-from tidemill.kuberay.attempts import Clock, WallClock, repeat, wait_until_removed
+from tidemill.kuberay.attempts import Clock, repeat, wait_until_removed
 from tidemill.kuberay.cluster import RAY_JOBS, Cluster, Object, labels_of, name_of
 from tidemill.kuberay.run_status import ENDED, ENDED_OF, NAMESPACE_FILE, close, own_namespace
 
@@ -94,4 +95,4 @@ def release_this_pipeline(
 
         connect = KubernetesCluster.connect
     for namespace in sorted({own, *namespaces}):
-        release_pipeline(connect(namespace), kfp_run, WallClock())
+        release_pipeline(connect(namespace), kfp_run, time)

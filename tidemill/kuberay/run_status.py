@@ -70,8 +70,11 @@ class Owner:
         return cls(kfp_run, reference, mlflow_run, f"{namespace}/{name}")
 
 
+NOBODY = Owner()
+"""Of an attempt outside of a pipeline."""
+
+
 def owner_reference(name: str, uid: str, kind: str = "Workflow", api_version: str = "argoproj.io/v1alpha1") -> Object:
-    """An entry of `metadata.ownerReferences`."""
     return {"name": name, "uid": uid, "apiVersion": api_version, "kind": kind}
 
 
@@ -136,7 +139,6 @@ class RunStatus:
         return self.owner.kfp_run is not None and self.fields().get(ENDED_OF) == self.owner.kfp_run
 
     def empty(self) -> Object:
-        """The ConfigMap without fields."""
         metadata: dict[str, object] = {"name": config_map_name(self.run), "labels": self.labels()}
         if self.owner.reference is not None:
             metadata["ownerReferences"] = [self.owner.reference]

@@ -48,7 +48,6 @@ class RunOverview:
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended, as far as the cluster shows."""
         recorded = self.recorded.get("phase") in (Phase.SUCCEEDED, Phase.FAILED) or ENDED in self.recorded
         return recorded if self.state is None else self.state.phase is Phase.SUCCEEDED or (self.state.over and recorded)
 
@@ -58,7 +57,6 @@ class RunOverview:
         return self.heartbeat_age_s is not None and self.heartbeat_age_s > HEARTBEAT_LIMIT_S and not self.over
 
     def lines(self) -> Iterator[str]:
-        """One line for the run, then its problems and links."""
         yield "  ".join(self.headline())
         if self.state is not None and self.state.fatal is not None:
             yield f"  {self.state.fatal}"
@@ -124,7 +122,6 @@ def overview(
     events: Sequence[Object],
     now: float,
 ) -> RunOverview:
-    """One run, from the objects of all runs."""
     recorded = (status or {}).get("data") or {}
     own_jobs = [job for job in jobs if labels_of(job).get(RUN_LABEL) == run]
     own_pods = [pod for pod in pods if labels_of(pod).get(RUN_LABEL) == run]

@@ -58,23 +58,14 @@ def write_line(text: str) -> None:
 
 @dataclass(slots=True)
 class DriverLog:
-    """The log of a job, copied as it grows.
-
-    Attributes:
-        job: submission id.
-        ask: requests to Ray's dashboard.
-        write: receives lines.
-        position: number of characters that were copied.
-        due: when the log is read again, in seconds.
-        complete: false once the log is too long to be read.
-    """
+    """The log of a job, copied as it grows."""
 
     job: str
     ask: Ask
     write: Callable[[str], None]
-    position: int = 0
-    due: float = 0.0
-    complete: bool = True
+    position: int = 0  # characters that were copied
+    due: float = 0.0  # when the log is read again
+    complete: bool = True  # false once the log is too long to be read
 
     def copy_new(self, now: float, *, ended: bool) -> None:
         """Copy new lines if it is time to read; at the end of the job also a last line without a line break.
@@ -102,25 +93,15 @@ class DriverLog:
 
 @dataclass(slots=True)
 class Submission:
-    """A job on its way through Ray.
-
-    Attributes:
-        spec: `entrypoint` and `runtime_env`.
-        job: submission id; Ray accepts a job with the same id once.
-        ask: requests to Ray's dashboard.
-        sleep: waits for a number of seconds.
-        time: monotonic clock in seconds.
-        write: receives lines.
-        known: whether Ray has accepted the job.
-    """
+    """A job on its way through Ray."""
 
     spec: Mapping[str, Any]
-    job: str
+    job: str  # submission id; Ray accepts a job with the same id once
     ask: Ask
     sleep: Callable[[float], None] = time.sleep
     time: Callable[[], float] = time.monotonic
     write: Callable[[str], None] = write_line
-    known: bool = False
+    known: bool = False  # whether Ray has accepted the job
 
     def follow(self) -> str:
         """Submit the job unless Ray has it, wait for its end, and return its final status.
@@ -144,12 +125,7 @@ class Submission:
         return last
 
     def poll(self) -> str | None:
-        """Status of the job; None if it was submitted by this call.
-
-        Raises:
-            OSError: Ray is unreachable.
-            RunError: Ray refuses the job, or has lost it.
-        """
+        """Status of the job; None if it was submitted by this call."""
         code, text = self.ask("GET", f"/api/jobs/{self.job}", None)
         if code == 404 and self.known:
             raise RunError(f"Ray does not know job {self.job} any more: its head was replaced")
@@ -162,12 +138,6 @@ class Submission:
         return None if code == 404 else str(json.loads(text)["status"])
 
     def check(self, code: int, text: str) -> None:
-        """Raise the error of an answer that is one.
-
-        Raises:
-            OSError: a later request may succeed.
-            RunError: Ray refuses the request.
-        """
         last = text.strip().rpartition("\n")[2]
         if code >= 500:
             raise OSError(f"it answers {code}: {last}")
@@ -176,7 +146,6 @@ class Submission:
 
 
 def dashboard(address: str, token: str | None) -> Ask:
-    """Requests to the dashboard at `HOST:PORT`."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
     def ask(method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:

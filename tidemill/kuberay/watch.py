@@ -52,29 +52,18 @@ class EventOutput:
 
 @dataclass(slots=True)
 class EventTail:
-    """Copies the events of one attempt from the store to the step; a restarted step continues from its offset file.
-
-    Attributes:
-        reader: of the attempt's events.
-        output: receives the events.
-        offset_file: stores how many bytes were copied.
-        attempt: number of the attempt.
-        rest: an incomplete line.
-        lines: number of lines read.
-        last: the newest step, None before the first.
-    """
+    """Copies the events of one attempt from the store to the step; a restarted step continues from its offset file."""
 
     reader: JournalReader
     output: EventOutput
-    offset_file: Path
+    offset_file: Path  # how many bytes were copied
     attempt: int
-    rest: bytes = b""
+    rest: bytes = b""  # an incomplete line
     lines: int = 0
     last: StepFinished | None = None
 
     @classmethod
     def of(cls, store: ObjectStore, attempt: Attempt, output: EventOutput) -> EventTail:
-        """The events of an attempt, from the beginning or from where an earlier process of the step ended."""
         path = output.log.path.with_name(OFFSET_FILE)
         earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         offset = earlier["offset"] if earlier.get("attempt") == attempt.number else 0
@@ -90,11 +79,6 @@ class EventTail:
             return b""
 
     def copy_new(self) -> None:
-        """Copy what was written since the last call.
-
-        Raises:
-            StoreError: the store cannot be reached.
-        """
         *lines, self.rest = (self.rest + self.read()).split(b"\n")
         for line in lines:
             self.lines += 1
@@ -109,23 +93,14 @@ class EventTail:
 
 @dataclass(slots=True)
 class WatchedAttempt:
-    """What the watcher remembers of the current attempt.
-
-    Attributes:
-        attempt: its keys in the store.
-        events: its events.
-        reported: messages that were already written.
-        heartbeat: when the heartbeat was last written.
-        stop_reason: why the attempt was told to stop, None while it was not.
-        stop_by: when it must have ended, None without a deadline.
-    """
+    """What the watcher remembers of the current attempt."""
 
     attempt: Attempt
     events: EventTail
-    reported: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)  # messages that were already written
     heartbeat: float = 0.0
     stop_reason: str | None = None
-    stop_by: float | None = None
+    stop_by: float | None = None  # when it must have ended
 
 
 @dataclass(slots=True)
@@ -185,7 +160,6 @@ class Watcher:
         return replace(summary, total_seconds=max(summary.total_seconds, self.usage.seconds))
 
     def follow_attempts(self, first: int, number: int) -> Summary:
-        """The summary of an attempt or of one that follows it."""
         last = first + self.config.kubernetes.max_restarts
         while True:
             watched = self.watch(number)
@@ -228,11 +202,7 @@ class Watcher:
         return last + 1
 
     def check_budget(self) -> None:
-        """Refuse to start an attempt that would have to be stopped at once.
-
-        Raises:
-            ClusterError: the budget is used up.
-        """
+        """Refuse to start an attempt that would have to be stopped at once."""
         limit = self.config.kubernetes.gpu_hours
         if limit is not None and self.usage.hours >= limit:
             raise ClusterError(
@@ -253,11 +223,6 @@ class Watcher:
         return self.attempts.error(watched.attempt, state)
 
     def remove(self, number: int, error: TidemillError) -> None:
-        """Delete the RayJob of a failed attempt.
-
-        Raises:
-            RunError: it does not disappear; the message names the failure too.
-        """
         try:
             self.attempts.remove(number)
         except RunError as left:
@@ -316,7 +281,6 @@ class Watcher:
         return self.cluster.list(EVENTS)
 
     def report(self, watched: WatchedAttempt, state: JobState) -> None:
-        """Write what is new about the attempt and its pods."""
         if state.phase in (Phase.QUEUED, Phase.STARTING) and state.progress not in watched.reported:
             watched.reported.add(state.progress)
             self.output.write(PhaseStarted(state.progress))
@@ -330,7 +294,6 @@ class Watcher:
             self.output.write(Notice(text))
 
     def write_heartbeat(self, watched: WatchedAttempt, state: JobState, now: float) -> None:
-        """Update the heartbeat of the RayJob and the run status."""
         name = job_name(self.config.name, watched.attempt.number)
         self.cluster.patch(RAY_JOBS, name, {"metadata": {"annotations": {HEARTBEAT: f"{now:.0f}"}}})
         step = watched.events.last
@@ -339,7 +302,6 @@ class Watcher:
         watched.heartbeat = now
 
     def record(self, **fields: object) -> None:
-        """Set fields of the run status, with the GPU hours and the time."""
         self.status.update(**self.figures(), **fields)
 
     def record_end(self, error: TidemillError) -> None:
