@@ -44,6 +44,6 @@ def test_ui_is_served_until_an_interrupt_which_leaves_no_process_and_no_tracebac
         below = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=TIMEOUT_S)
-    assert lines == [f"MLflow of {tmp_path} is starting; Ctrl-C ends it\n", f"open http://127.0.0.1:{port}\n"]
+    assert lines == [f"MLflow of {tmp_path} is starting; Ctrl-C ends it\n", f"open http://127.0.0.1:{port}/\n"]
     assert (served, rest, process.returncode) == (True, "", 0)
     assert below and [each for each in below if each.is_running()] == []

@@ -12,7 +12,7 @@ from mlflow.exceptions import MlflowException
 from tidemill.config.run import RunConfig
 from tidemill.tracking import mlflow_runs
 from tidemill.tracking.mlflow_runs import close_sweep, digest_of, end_killed_run, flatten, open_sweep
-from tidemill.tracking.mlflow_server import make_client, tracking_uri
+from tidemill.tracking.mlflow_server import make_client, open_experiment, runs_page, tracking_uri
 from tidemill.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -35,6 +35,29 @@ def test_a_server_that_is_away_at_the_end_does_not_fail_a_sweep(
     monkeypatch.setattr(client, "log_text", refuse)
     close_sweep(mlflow_config, {"addition-v1": 0.5}, "addition-v1", "# Sweep")
     assert f"the sweep addition cannot be logged to MLflow at {tracking_uri(mlflow_config)}: {error}" in caplog.text
+
+
+def test_mlflow_shows_the_runs_of_an_experiment_of_model_training(mlflow_config: RunConfig) -> None:
+    client = make_client(tracking_uri(mlflow_config))
+    assert runs_page(client) == "/"  # without a run
+    older = client.create_experiment(mlflow_config.tracking.experiment)  # without a kind MLflow's pages guess it
+    assert open_experiment(client, mlflow_config) == older
+    tracking = mlflow_config.tracking.model_copy(update={"experiment": "newer"})
+    newer = open_experiment(client, mlflow_config.model_copy(update={"tracking": tracking}))
+    kinds = [client.get_experiment(each).tags["mlflow.experimentKind"] for each in (older, newer)]
+    assert kinds == ["custom_model_development"] * 2
+    client.create_run(newer, start_time=2)
+    client.create_run(older, start_time=1)
+    assert runs_page(client) == f"/#/experiments/{newer}/runs"
+
+
+def test_a_kind_that_a_user_chose_for_an_experiment_stays(mlflow_config: RunConfig) -> None:
+    client = make_client(tracking_uri(mlflow_config))
+    chosen = client.create_experiment(
+        mlflow_config.tracking.experiment, tags={"mlflow.experimentKind": "genai_development"}
+    )
+    open_experiment(client, mlflow_config)
+    assert client.get_experiment(chosen).tags["mlflow.experimentKind"] == "genai_development"
 
 
 def test_a_run_whose_process_was_killed_is_ended_from_outside(mlflow_config: RunConfig) -> None:

@@ -7,6 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
+SIGNAL_CAUSES = {
+    signal.SIGKILL: "often because memory ran out: see `dmesg`",
+    signal.SIGILL: (
+        "an instruction that this processor does not have; with AMX, vLLM's CPU build ends so at a prompt of a single "
+        "token: use a longer prompt, or in a run rollout.dtype=float32"
+    ),
+}
+
 
 def children() -> list[psutil.Process]:
     """All descendants of this process, except multiprocessing's resource tracker, which ends with this process."""
@@ -57,5 +65,7 @@ def ending(code: int) -> str:
     """How a process ended."""
     if code >= 0:
         return f"ended with exit code {code}"
-    known = -code in set(signal.Signals)
-    return f"was killed by {signal.Signals(-code).name}" if known else f"was killed by signal {-code}"
+    if -code not in set(signal.Signals):
+        return f"was killed by signal {-code}"
+    name, cause = signal.Signals(-code), SIGNAL_CAUSES.get(signal.Signals(-code))
+    return f"was killed by {name.name}" + (f" ({cause})" if cause else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import webbrowser
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -16,12 +17,16 @@ from tidemill.cluster.processes import adopt_orphans, end_descendants, interrupt
 from tidemill.errors import RunError
 from tidemill.local.messages import print_line, shown, tail_of
 from tidemill.retry import wait_for
+from tidemill.tracking.mlflow_server import make_client, runs_page
 
+DISPLAYS = {"DISPLAY", "WAYLAND_DISPLAY"}
 START_TIMEOUT_S, PROBE_TIMEOUT_S, POLL_S, GRACE_S = 300.0, 5.0, 0.2, 10.0
 
 
 def serve(database: Path, port: int, console: Console, *, debug: bool) -> int:
     """Serve until a signal, and end every process of the server; returns the exit status of the command.
+
+    Prints the page of the runs, and opens it where there is a graphical display.
 
     Args:
         database: MLflow's file below the folder of runs.
@@ -39,7 +44,10 @@ def serve(database: Path, port: int, console: Console, *, debug: bool) -> int:
                 print_line(f"MLflow of {shown(database.parent)} is starting; Ctrl-C ends it", console)
                 server = start(database, port, None if debug else log)
                 wait_for_answer(server, port, log)
-                print_line(f"open http://127.0.0.1:{port}", console)
+                page = f"http://127.0.0.1:{port}{runs_page(make_client(f'sqlite:///{database}'))}"
+                print_line(f"open {page}", console)
+                if console.is_terminal and DISPLAYS & os.environ.keys():  # else it could start a browser in the terminal
+                    webbrowser.open(page)
                 server.wait()
                 raise RunError(f"MLflow has ended; the end of its log:\n{end_of(log)}")
         except KeyboardInterrupt:

@@ -21,6 +21,9 @@ ENVIRONMENT = {
 SERVERS = ("http://", "https://", "databricks")
 """Beginnings of the address of a server; any other address is a file."""
 POLL_S = 5.0
+KIND, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
+"""Tag by which MLflow's pages choose what they show of an experiment. Without it they take one with traces for GenAI,
+and show no runs."""
 REFUSALS = frozenset({401, 403, 404})
 """Answers of a server that does not know the account, or of a server other than MLflow."""
 
@@ -103,7 +106,7 @@ def server_error(client: Any) -> Any:
 
 
 def open_experiment(client: Any, config: RunConfig) -> str:
-    """Id of the experiment, which is created if it does not exist."""
+    """Id of the experiment, which is created if it does not exist, and is one of model training for MLflow's pages."""
     from mlflow.exceptions import MlflowException
 
     name = config.tracking.experiment
@@ -113,7 +116,7 @@ def open_experiment(client: Any, config: RunConfig) -> str:
         server = tracking_uri(config).startswith(SERVERS)
         location = None if server else (config.output.resolve() / "mlartifacts").as_uri()
         try:
-            return str(client.create_experiment(name, artifact_location=location))
+            return str(client.create_experiment(name, artifact_location=location, tags={KIND: MODEL_TRAINING}))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -121,4 +124,13 @@ def open_experiment(client: Any, config: RunConfig) -> str:
     if found.lifecycle_stage != "active":
         fix = "Restore it with `mlflow experiments restore`, or name another."
         raise ConfigError("tracking.experiment", name, "an experiment that is not deleted", fix)
+    if KIND not in found.tags:  # else a user may have chosen another kind
+        client.set_experiment_tag(found.experiment_id, KIND, MODEL_TRAINING)
     return str(found.experiment_id)
+
+
+def runs_page(client: Any) -> str:
+    """Path of the page with the runs of the experiment of the newest run; without a run, of the first page."""
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    newest = client.search_runs(experiments, max_results=1, order_by=["attributes.start_time DESC"])
+    return f"/#/experiments/{newest[0].info.experiment_id}/runs" if newest else "/"
