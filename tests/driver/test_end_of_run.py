@@ -53,7 +53,8 @@ class End:
 
 
 @pytest.mark.parametrize(
-    ("immediate", "done", "uri"), [(False, ["commit 2", "export 2"], "s3://bucket/model"), (True, ["commit 2"], None)]
+    ("immediate", "done", "uri"),
+    [(False, ["commit 2", "export 2", "uploaded"], "s3://bucket/model"), (True, ["commit 2", "uploaded"], None)],
 )
 async def test_an_immediate_stop_commits_and_exports_nothing(
     tmp_path: Path, immediate: bool, done: list[str], uri: str | None
@@ -62,9 +63,20 @@ async def test_an_immediate_stop_commits_and_exports_nothing(
     stop.ask("the pod ends", immediate=immediate)
     with EventLog(tmp_path / "events.jsonl") as log:
         run, parts = Run(run_config(), None, log, stop), SimpleNamespace(ranks=end)
+        run.upload = asyncio.create_task(end.upload(None))
         trainer: Any = end
         assert await run.finish(trainer, parts, end) == uri  # type: ignore[arg-type]
     assert end.done == done
+
+
+async def test_a_model_without_its_checkpoint_is_not_the_end_of_a_run(tmp_path: Path) -> None:
+    end = End()
+    with EventLog(tmp_path / "events.jsonl") as log:
+        run, parts = Run(run_config(), None, log, Stop()), SimpleNamespace(ranks=end)
+        run.upload = asyncio.create_task(end.upload(StoreError("it is away")))
+        with pytest.raises(StoreError, match="it is away"):
+            await run.finish(end, parts, end)  # type: ignore[arg-type]
+    assert end.done == ["commit 2", "export 2"]
 
 
 @pytest.mark.parametrize(("error", "done"), [(None, ["uploaded", "closed"]), (StoreError("it is away"), ["closed"])])

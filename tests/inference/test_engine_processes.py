@@ -24,5 +24,7 @@ def test_the_end_of_processes_is_told_in_words(ended: Mapping[str, int], text: s
 
 def test_an_illegal_instruction_is_explained() -> None:
     text = cause_of_death({"EngineCore": -4})
-    assert text.startswith("its process EngineCore was killed by SIGILL (an instruction that this processor does not have")
+    assert text.startswith(
+        "its process EngineCore was killed by SIGILL (an instruction that this processor does not have"
+    )
     assert "a prompt of a single token: use a longer prompt" in text

@@ -30,7 +30,7 @@ from tidemill.driver.observer import RunObserver
 from tidemill.driver.restart import Restart, find_restart, identity
 from tidemill.errors import RunError, TidemillError
 from tidemill.models.locate import LocalModel, fetch_model
-from tidemill.observe.events import EventLog
+from tidemill.observe.events import EventLog, PhaseStarted
 from tidemill.observe.meters import MemoryMeter, Timings
 from tidemill.observe.report import Sample, Summary, shortened
 from tidemill.observe.text import counted
@@ -81,8 +81,10 @@ def train(
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     model = None if has_own_pods(config) else fetch_model(config)
-    with EventLog(config.folder / "events.jsonl") as log, ray_session(config):
-        return asyncio.run(Run(config, model, log, stop or Stop(), claim, score_last).train())
+    with EventLog(config.folder / "events.jsonl") as log:
+        log.write(PhaseStarted("start Ray and open the MLflow run"))
+        with ray_session(config):
+            return asyncio.run(Run(config, model, log, stop or Stop(), claim, score_last).train())
 
 
 @dataclass(slots=True)
@@ -243,13 +245,22 @@ class Run:
             await parts.generation.stop()
 
     async def finish(self, trainer: Trainer, parts: Parts, observer: RunObserver) -> str | None:
-        """Commit the last version and, unless the stop is immediate, export the model; returns the model's URI."""
-        observer.phase("commit the checkpoint and export the model")
+        """Commit the last version and, unless the stop is immediate, export the model; returns the model's URI.
+
+        The model is exported while the checkpoint uploads.
+        """
+        observer.phase("store the checkpoint and the exported model")
         assert trainer.commit is not None
         await trainer.commit(trainer.position)
-        await self.settle()
-        observer.picture()
-        return None if self.stop.immediate else await parts.ranks.publish_model(trainer.position.version)
+        publish = parts.ranks.publish_model
+        export = None if self.stop.immediate else asyncio.create_task(publish(trainer.position.version))
+        try:
+            await self.settle()
+            observer.picture()
+            return None if export is None else await export
+        finally:
+            if export is not None:
+                export.cancel()  # has no effect on one that is done
 
     async def evaluate_last(self, position: Position, parts: Parts, observer: RunObserver) -> Evaluation | None:
         """Score the last version if `score_last` is set; after an immediate stop the engines may not have it."""
@@ -263,6 +274,7 @@ class Run:
 
     async def close(self, parts: Parts) -> None:
         """Free the parts. A checkpoint under way is stored first, so that the next attempt repeats less."""
+        self.log.write(PhaseStarted("end the engines and the trainer"))
         try:
             await attempt("storing the checkpoint under way", self.settle())
         finally:

@@ -46,7 +46,9 @@ def serve(database: Path, port: int, console: Console, *, debug: bool) -> int:
                 wait_for_answer(server, port, log)
                 page = f"http://127.0.0.1:{port}{runs_page(make_client(f'sqlite:///{database}'))}"
                 print_line(f"open {page}", console)
-                if console.is_terminal and DISPLAYS & os.environ.keys():  # else it could start a browser in the terminal
+                if (
+                    console.is_terminal and DISPLAYS & os.environ.keys()
+                ):  # else it could start a browser in the terminal
                     webbrowser.open(page)
                 server.wait()
                 raise RunError(f"MLflow has ended; the end of its log:\n{end_of(log)}")

@@ -21,7 +21,7 @@ from tidemill.cluster.processes import locked, write_owner
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.models.locate import Locator, fetch_model
-from tidemill.observe.events import EventLog
+from tidemill.observe.events import EventLog, PhaseStarted
 from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation
 from tidemill.store.checkpoint import remove_partial_transfers
@@ -85,8 +85,11 @@ class LocalProvider:
 
     def provision(self, log: EventLog) -> dict[str, Any]:
         """Start the embedded store and fetch the model."""
-        del log
+        log.write(
+            PhaseStarted("start the S3 server" if self.config.store.endpoint == "embedded" else "reach the S3 store")
+        )
         endpoint = start_services(self.config)
+        log.write(PhaseStarted(f"find {self.config.model}; the first run on a machine downloads or converts it"))
         model = fetch_model(self.config)
         check_capacity(self.config, count_weights(model.path))
         return {"store": endpoint, "model": str(model.path), "source": model.source}
@@ -97,7 +100,11 @@ class LocalProvider:
         return train_here(self.config)
 
     def score(self, summary: Summary) -> Evaluation | None:
-        return None if summary.model_uri is None else score(self.config, summary.model_uri)
+        if summary.model_uri is None:
+            return None
+        with EventLog(self.config.folder / "events.jsonl") as log:
+            log.write(PhaseStarted("load the exported model into a new engine and score it"))
+        return score(self.config, summary.model_uri)
 
     def teardown(self) -> None:
         stop_services(self.config)
