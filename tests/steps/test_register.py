@@ -66,7 +66,8 @@ def test_mlflow_run_gets_the_final_score_the_answers_and_the_report(trained: Run
     before = summary(trained, 0.25)
     evaluated = evaluation_from_json(evaluation(0.75))
     assert evaluated is not None
-    track_evaluation(trained, before, evaluated)
+    for _ in range(2):  # KFP may try the step again
+        track_evaluation(trained, before, evaluated)
     registered(trained, before, evaluation(0.75), tmp_path)
     client, run_id = make_client(tracking_uri(trained)), before.mlflow_run_id
     run = client.get_run(run_id)

@@ -14,6 +14,7 @@ from tidemill.observe.report import Summary, shortened
 from tidemill.protocols import Answer, Evaluation
 from tidemill.steps.provider import provider_of
 from tidemill.steps.run_folder import step
+from tidemill.tracking.mlflow_runs import metric_history
 from tidemill.tracking.tracker import Tracker
 
 LogMetric = Callable[[str, float], None]
@@ -95,8 +96,9 @@ def excerpt(evaluation: Evaluation, summary: Summary) -> Evaluation:
 
 
 def track_evaluation(run: RunConfig, summary: Summary, evaluation: Evaluation) -> None:
-    """Log the score and all answers of the exported model to the MLflow run of the training."""
-    if summary.mlflow_run_id is not None:
-        tracker = Tracker.start(run, summary.mlflow_run_id)
+    """Log the score and all answers of the exported model to the MLflow run of the training, unless it has them."""
+    run_id = summary.mlflow_run_id
+    if run_id is not None and summary.steps not in dict(metric_history(run, run_id, "evaluation/score")):
+        tracker = Tracker.start(run, run_id)
         tracker.log_evaluation(summary.steps, evaluation)
         tracker.finish("FINISHED")

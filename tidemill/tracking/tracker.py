@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import posixpath
 import re
@@ -76,21 +77,39 @@ class TrackedRun:
 
 
 class Tracker:
-    """Writes to the MLflow run of a training. Logging returns at once; a `MetricWriter` sends."""
+    """Writes to the MLflow run of a training. Logging returns at once; a `MetricWriter` sends.
 
-    def __init__(self, run: TrackedRun, spool_folder: Path, retry_s: float = RETRY_S) -> None:
-        self.run, self.client = run, run.client
+    A restart repeats the steps after its checkpoint, and MLflow can neither replace nor delete a value. So the metrics
+    of these steps are held until a checkpoint has them.
+
+    Attributes:
+        committed: newest step that no restart repeats; infinite if nothing is held.
+        held: metrics of later steps, by name and step.
+    """
+
+    def __init__(
+        self, run: TrackedRun, spool_folder: Path, retry_s: float = RETRY_S, committed: float = math.inf
+    ) -> None:
+        self.run, self.client, self.committed = run, run.client, committed
+        self.held: dict[tuple[str, int], Point] = {}
         spool = Spool(spool_folder / f"mlflow-spool-{run.run_id or 'new'}.jsonl")
         self.writer = MetricWriter(self.send, spool, retry_s)
 
     @classmethod
-    def start(cls, config: RunConfig, run_id: str | None = None) -> Tracker:
+    def start(cls, config: RunConfig, run_id: str | None = None, committed: float = math.inf) -> Tracker:
         """Open the run `run_id`, or the one that MLFLOW_RUN_ID or the run's folder names, or a new one.
+
+        Args:
+            config: of the training run.
+            run_id: of the MLflow run, if it is known.
+            committed: see `Tracker`.
 
         Raises:
             ConfigError: MLflow cannot be reached or refuses, and the run is new and has no pods.
         """
-        uri, known = tracking_uri(config), run_id or os.environ.get("MLFLOW_RUN_ID") or saved_run_id(config)
+        # An attempt without a checkpoint repeats every step. It may continue a run only if nothing was sent.
+        saved = saved_run_id(config) if config.checkpoint.every else None
+        uri, known = tracking_uri(config), run_id or os.environ.get("MLFLOW_RUN_ID") or saved
         run = TrackedRun(make_client(uri), config, known)
         from mlflow.exceptions import MlflowException
 
@@ -100,7 +119,7 @@ class Tracker:
             if known is None and config.cluster.provider != "kuberay":
                 raise ConfigError("tracking.uri", uri, "an MLflow that answers", f"{error}") from error
             log.warning("the run cannot be opened in MLflow at %s; trying again during the training: %s", uri, error)
-        tracker = cls(run, config.folder)
+        tracker = cls(run, config.folder, committed=committed)
         tracker.log_text(config.to_yaml(), "config.yaml")
         return tracker
 
@@ -110,13 +129,27 @@ class Tracker:
         return self.run.run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log values at a step.
+        """Log values at a step; of several values of a held metric at one step, the last one.
 
         Raises:
             ConfigError: MLflow does not accept a name.
         """
         now = int(time.time() * 1000)
-        self.writer.add([Point(check_name(key), float(value), now, step) for key, value in metrics.items()])
+        points = [Point(check_name(key), float(value), now, step) for key, value in metrics.items()]
+        if step <= self.committed:
+            self.writer.add(points)
+        else:
+            self.held |= {(point.key, point.step): point for point in points}
+
+    def held_until(self, step: int) -> list[Point]:
+        """What is held of the steps up to `step`, for the checkpoint of that step: a restart sends it once more."""
+        return [point for point in self.held.values() if point.step <= step]
+
+    def commit(self, step: int) -> None:
+        """Send what is held of the steps up to `step`, because a checkpoint has them."""
+        self.committed = step
+        self.writer.add(self.held_until(step))
+        self.held = {key: point for key, point in self.held.items() if point.step > step}
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Log a held-out score, and all answers as the table `answers/STEP.json`."""
@@ -154,7 +187,17 @@ class Tracker:
             self.client.set_tag(run_id, TABLES, json.dumps(listed))
 
     def fail(self, error: BaseException) -> Unwritten:
-        """End the run as failed, with the reason as a tag, or as killed after an interrupt; see `finish`."""
+        """End the run as failed, with the reason as a tag, or as killed after an interrupt; see `finish`.
+
+        What is held becomes the table `lost_steps/STEP.json`, named after its first step.
+        """
+        if lost := sorted(self.held.values(), key=lambda point: (point.step, point.key)):
+            columns: dict[str, Sequence[object]] = {
+                "step": [point.step for point in lost],
+                "metric": [point.key for point in lost],
+                "value": [str(point.value) for point in lost],  # JSON has no NaN
+            }
+            self.log_table(f"lost_steps/{lost[0].step:06d}.json", columns)
         if not isinstance(error, Exception):
             return self.finish("KILLED")
         why = excerpt(f"{type(error).__name__}: {error}")
