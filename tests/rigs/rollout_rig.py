@@ -19,6 +19,7 @@ from tidemill.records import EngineId, Group, Int32Array, Prompt
 from tidemill.rollout.group_request import TIMEOUTS, Timeouts
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.prompts import PromptSet
+from tidemill.rollout.rewards import Response
 from tidemill.rollout.rollouter import Rollouter
 from tidemill.train.batch import mask_stale
 
@@ -54,8 +55,8 @@ class LengthReward:
         return [(float(len(response)), {"length": float(len(response))}) for response in responses]
 
 
-def decode(token_ids: Int32Array) -> str:
-    return "".join(chr(65 + token) for token in token_ids)
+def decode(token_ids: Int32Array) -> Response:
+    return Response("".join(chr(65 + token) for token in token_ids), len(token_ids))
 
 
 def run_config(**sections: Mapping[str, Any]) -> RunConfig:

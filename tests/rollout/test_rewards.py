@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rollout_rig import CharTokenizer
 
-from tidemill.config.data import DataConfig
+from tidemill.config.data import DataConfig, RewardConfig
 from tidemill.errors import RewardError
 from tidemill.rollout.prompts import PromptSet
 from tidemill.rollout.reward_pool import columns_of
@@ -64,6 +64,43 @@ def test_math_verify_judges_in_any_thread(response: str, answer: str, expected: 
     assert found == [expected]
 
 
+LATEX_PAIRS = [  # reference answer, a right response, a wrong response
+    (r"2\sqrt{3}", r"The answer is \boxed{2\sqrt{3}}.", "The answer is 2."),
+    (r"11\sqrt2", r"\boxed{11\sqrt{2}}", "11"),
+    ("3, 5, 7", r"\boxed{3, 5, 7}", "The answer is 7"),
+    ("6 - 5i", r"\boxed{6 - 5i}", "5"),
+    ("2^{10}", r"\boxed{1024}", "2"),
+    ("1e-3", r"\boxed{0.001}", "1"),
+    ("0.001", r"so \boxed{1e-3}", r"\boxed{-3 + e}"),
+    ("1E5", "100000", "1"),
+    ("2.5e-9", r"$2.5 \times 10^{-9}$", r"\boxed{2.6 \times 10^{-9}}"),
+    (r"\frac{1}{2}", r"\boxed{\frac12}", "2"),
+    (r"\frac{1}{2}\sqrt{3}", r"$\frac{\sqrt3}{2}$", "1/2"),
+    (r"\frac{3\pi}{4}", r"\boxed{0.75\pi}", "3/4"),
+    ("x = 3", "3", "4"),
+    ("2x + 1", r"\boxed{1 + 2x}", "2"),
+    ("(1, 2)", r"\boxed{(1,2)}", "2"),
+    (r"50\%", r"\boxed{0.5}", "5"),
+    ("1,234", "1234", "1"),
+    ("3.50", "3.5", "3"),
+    ("-3", r"\boxed{-3}", "3"),
+    ("7", "7", "17"),
+    ("$7$", "x = 7", "8"),
+    (r"so $\frac12$ it is", "1/2", "2"),
+    (r"Thus \boxed{2\sqrt{3}}.", r"$2\sqrt3$", "2"),
+]
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), LATEX_PAIRS)
+def test_math_verify_reads_the_reference_answer_as_latex(answer: str, right: str, wrong: str) -> None:
+    assert [reward("math_verify", response, answer) for response in (right, wrong)] == [1.0, 0.0]
+
+
+def test_math_verify_refuses_a_reference_answer_that_is_not_mathematics() -> None:
+    with pytest.raises(RewardError, match=r"'#### 72' is not mathematics\. Put only the final answer"):
+        reward("math_verify", "72", "#### 72")
+
+
 def test_reasoning_gym_scores_by_the_entry_and_prefers_the_tagged_answer() -> None:
     source = "reasoning_gym://basic_arithmetic?size=1&seed=1"
     row = load_rows(source, DataConfig(train=source))[0]
@@ -104,6 +141,40 @@ def test_a_function_that_cannot_be_resolved_is_refused(name: str, message: str) 
 def test_a_value_that_is_no_finite_number_is_refused_with_function_and_value(value: Any) -> None:
     with pytest.raises(RewardError, match=r"reward 'mine(/a)?' returned"):
         as_parts("mine", value)
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, 1.1e15, {"a": 1e39}])
+def test_a_value_that_would_overflow_in_the_gradient_is_refused(value: Any) -> None:
+    with pytest.raises(RewardError, match=r"reward 'mine(/a)?' is .*: allowed is -1e\+15 to 1e\+15, because gradients"):
+        as_parts("mine", value)
+    assert as_parts("mine", 1e15) == {"mine": 1e15}
+
+
+async def judge(response: str, **row: Any) -> float:
+    return 1.0
+
+
+def test_a_function_that_turns_out_to_be_async_is_named_so() -> None:
+    with pytest.raises(
+        RewardError, match=r"reward 'mine' is async: it returned a coroutine\. Make it a plain function"
+    ):
+        as_parts("mine", judge("7"))
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [("{text}", "7"), ("{raw}", "7<|end|>"), ("<think>{text}", "<think>7"), ("<think>{raw}!", "<think>7<|end|>!")],
+)
+def test_an_option_says_what_a_function_sees_of_a_response(template: str, expected: str) -> None:
+    reward = RewardConfig(function="exact_number", options={"response": template, "bonus": 1})
+    seen = Response("7", 2, "7<|end|>").within(reward.template)
+    assert (seen, seen.tokens, reward.arguments) == (expected, 2, {"bonus": 1})
+
+
+@pytest.mark.parametrize("template", ["raw", "", "{text}{raw}", "{text}{text}", None, 1])
+def test_a_template_without_exactly_one_part_is_refused(template: Any) -> None:
+    with pytest.raises(ValueError, match=r"response must be a text that has \{text\} or \{raw\} once"):
+        RewardConfig(function="exact_number", options={"response": template})
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ CHAT = [{"role": "user", "content": "1 + 1"}]
         ),
         (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
         (["rewards.0.function=rewards_here:later"], r"rewards.0.function = .*a function that is not async.*plain"),
+        (["rewards.0.function=rewards_here:judge"], r"rewards.0.function = .*a function that is not async.*plain"),
+        (["rewards.0.function=rewards_here:trl"], r"rewards.0.function = .*'completions' is that of a reward of TRL"),
+        (["rewards.0.function=rewards_here:compute_score"], r"rewards.0.function = .*'solution_str' .* of verl"),
+        (["rewards.0.options={response: raw}"], r"rewards.0.options.*response must be a text that has"),
         (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
     ],
 )
@@ -62,6 +66,10 @@ def test_inputs_that_cannot_be_trained_are_refused(
         "def narrow(response, *, prompt, answer): return 0.0\n"
         "def wide(response, *, prompt, answer, extra, bonus): return bonus\n"
         "async def later(response, *, prompt, answer, extra): return 0.0\n"
+        "class Judge:\n    async def __call__(self, response, *, prompt, answer, extra): return 0.0\n"
+        "judge = Judge()\n"
+        "def trl(prompts, completions, answer, **kwargs): return [0.0]\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):

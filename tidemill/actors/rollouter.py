@@ -28,7 +28,7 @@ from tidemill.rollout.prompts import (
     load_prompts,
     load_tokenizer,
 )
-from tidemill.rollout.reward_pool import RewardPool
+from tidemill.rollout.reward_pool import RewardPool, decode, with_raw
 from tidemill.rollout.rollouter import Rollouter
 
 MAX_REWARD_WORKERS = 32
@@ -77,7 +77,7 @@ class RolloutActor:
             engines={engine.id: engine for engine in self.engines},
             queue=self.queue,
             rewards=self.rewards,
-            decode=partial(decode, tokenizer),
+            decode=partial(decode, tokenizer, with_raw(config.rewards)),
             ledger=Ledger(total) if self.restored is None else Ledger.restore(self.restored, total),
             version=self.version,
         )
@@ -103,12 +103,6 @@ class RolloutActor:
 def reward_workers() -> int:
     """Number of processes that score: at least two, so that a function that hangs does not block all others."""
     return min(MAX_REWARD_WORKERS, max(2, len(os.sched_getaffinity(0)) // 2))
-
-
-def decode(tokenizer: Any, token_ids: Int32Array) -> str:
-    """The text of a response, special tokens left out."""
-    text: str = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-    return text
 
 
 @dataclass(frozen=True, slots=True)

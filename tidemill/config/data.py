@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tidemill.config.section import Number, Positive, Seconds, Section, Text
 
@@ -46,6 +46,27 @@ class RewardConfig(Section):
     """Factor in the sum."""
     timeout_s: Seconds = 10.0
     """Deadline for all responses of a group together, which one process scores one after the other. A call that takes
-    longer is killed with its process and counted; the group is tried again."""
+    longer is killed with its process and every process that this has started, and counted; the group is tried again."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments passed to every call."""
+    """Keyword arguments passed to every call, besides `response`, which says what the function sees of a response:
+    `{text}` (the default) is the text of the sampled tokens without special tokens, `{raw}` includes them, and either
+    may stand in a longer text. Neither has what the chat template puts before the response; for a template that ends
+    with `<think>`, set `response` to `<think>{text}`."""
+
+    @property
+    def template(self) -> str:
+        """What the function gets as its response, with the part `{text}` or `{raw}`."""
+        return str(self.options.get("response", "{text}"))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of a call."""
+        return {name: value for name, value in self.options.items() if name != "response"}
+
+    @field_validator("options")
+    @classmethod
+    def _has_one_part(cls, options: dict[str, Any]) -> dict[str, Any]:
+        template = options.get("response", "{text}")
+        if not isinstance(template, str) or template.count("{text}") + template.count("{raw}") != 1:
+            raise ValueError("response must be a text that has {text} or {raw} once, such as <think>{text}")
+        return options

@@ -24,7 +24,6 @@ from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import HeldOutCrashQuarantine
 from tidemill.rollout.group_request import TIMEOUTS, Decode, Scorer, Timeouts, abort_request
 from tidemill.rollout.prompts import PromptSet
-from tidemill.rollout.rewards import Response
 
 Outcome = Answer | RewardError | EngineLostError | None
 """Of a held-out prompt; None if its engine crashed and the prompt is to be generated later, or never."""
@@ -154,12 +153,12 @@ class Evaluator:
         if completion is None:
             return None
         check_version(prompt, completion, version)
-        text = self._decode(completion.token_ids)
+        response = self._decode(completion.token_ids)
         try:
-            [(reward, _)] = await self._rewards.score(prompt, [Response(text, len(completion.token_ids))])
+            [(reward, _)] = await self._rewards.score(prompt, [response])
         except RewardError as error:
             return error
-        return Answer(prompt.text, text, prompt.answer, reward)
+        return Answer(prompt.text, str(response), prompt.answer, reward)
 
     async def _complete(self, prompt: Prompt, engine: EngineId | None, stop: StopRetrying) -> Completion | None:
         """Generate, with up to `rollout.max_attempts` attempts; the loss of an engine does not count as one.

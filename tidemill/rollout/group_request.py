@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 Stage = Literal["generating", "scoring", "delivering"]
 Clock = Callable[[], float]
-Decode = Callable[[Int32Array], str]
+Decode = Callable[[Int32Array], Response]
 
 
 class Scorer(Protocol):
@@ -142,8 +142,7 @@ class GroupGenerator:
         Raises:
             RequestFailed: "reward_timeout" or "reward_error".
         """
-        texts = [self._decode(completion.token_ids) for completion in completions]
-        responses = [Response(text, len(c.token_ids)) for text, c in zip(texts, completions, strict=True)]
+        responses = [self._decode(completion.token_ids) for completion in completions]
         try:
             # The pool has its own deadlines; this one is for workers that do not even start.
             async with asyncio.timeout(self._config.group_timeout_s):
@@ -152,7 +151,9 @@ class GroupGenerator:
             raise RequestFailed("reward_timeout") from error
         except RewardError as error:
             raise RequestFailed("reward_error") from error
-        return make_group(request.prompt, completions, texts, scores, self._clock() - request.started)
+        return make_group(
+            request.prompt, completions, list(map(str, responses)), scores, self._clock() - request.started
+        )
 
     def _sampling(self, uid: int, failures: int) -> Sampling:
         config = self._config

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +22,7 @@ from tidemill.rollout.evaluator import Evaluator
 from tidemill.rollout.failures import LOSSES, CrashLoop
 from tidemill.rollout.group_request import TIMEOUTS
 from tidemill.rollout.prompts import as_messages, encode, load_held_out, load_tokenizer
-from tidemill.rollout.reward_pool import RewardPool
+from tidemill.rollout.reward_pool import RewardPool, decode, with_raw
 
 FIRST_VERSION = 0  # of an engine that has received no weights
 SLOT = EngineId(0)
@@ -124,7 +125,7 @@ async def evaluate_model(config: RunConfig, folder: Path) -> Evaluation:
             held_out,
             engine.pool,
             rewards,
-            lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)),
+            partial(decode, tokenizer, with_raw(config.rewards)),
         )
         return await engine.during(evaluator.evaluate(FIRST_VERSION), evaluator.crashes.take_quarantined)
     finally:

@@ -1,13 +1,13 @@
 """RewardPool: reward functions in worker processes, under a deadline.
 
 A reward may loop for ever, crash the interpreter or hold the interpreter lock for minutes; none of that may disturb
-generation. So every call runs in a worker process, which is killed and replaced when the call takes too long.
+generation. So every call runs in a worker process, which is killed and replaced when the call takes too long, together
+with every process that the worker has started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,10 @@ from pebble import ProcessExpired, ProcessPool
 
 from tidemill.config.data import RewardConfig
 from tidemill.errors import RewardError, RewardTimeoutError
-from tidemill.records import Prompt
+from tidemill.records import Int32Array, Prompt
 from tidemill.rollout import rewards as worker
 from tidemill.rollout.rewards import Response
+from tidemill.rollout.worker_process import WorkerContext
 
 START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 30.0
@@ -98,7 +99,8 @@ class RewardPool:
     async def _call(
         self, label: str, reward: RewardConfig, prompt: Prompt, responses: Sequence[Response]
     ) -> list[dict[str, float]]:
-        call = (reward.function, label, reward.options, columns_of(prompt), list(responses))
+        texts = [response.within(reward.template) for response in responses]
+        call = (reward.function, label, reward.arguments, columns_of(prompt), texts)
         future = self._active().schedule(worker.apply, args=call, timeout=reward.timeout_s)
         try:
             parts: list[dict[str, float]] | str = await asyncio.wrap_future(future)
@@ -114,9 +116,12 @@ class RewardPool:
         return parts
 
     def _weighted_sum(self, parts: Sequence[Mapping[str, float]]) -> Score:
+        """Raises a RewardError if the sum is too large."""
         weights = [reward.weight for _, reward in self._rewards]
         total = sum(weight * sum(part.values()) for weight, part in zip(weights, parts, strict=True))
-        return total, {name: value for part in parts for name, value in part.items()}
+        return worker.as_number("the weighted sum", total), {
+            name: value for part in parts for name, value in part.items()
+        }
 
     def _active(self) -> ProcessPool:
         """The pool, or a new one if it broke, which happens when an idle worker is killed from outside."""
@@ -132,7 +137,7 @@ class RewardPool:
             max_workers=self._workers,
             initializer=worker.prepare_worker,
             initargs=(self._search_path, self._functions),
-            context=multiprocessing.get_context("spawn"),
+            context=WorkerContext(),
         )
 
 
@@ -145,6 +150,18 @@ def labels(rewards: Sequence[RewardConfig]) -> list[str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names
+
+
+def with_raw(rewards: Sequence[RewardConfig]) -> bool:
+    """Whether a reward sees special tokens."""
+    return any("{raw}" in reward.template for reward in rewards)
+
+
+def decode(tokenizer: Any, raw: bool, token_ids: Int32Array) -> Response:
+    """The response of sampled tokens, if `raw` also with special tokens."""
+    ids = token_ids.tolist()
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Response(text, len(ids), tokenizer.decode(ids, skip_special_tokens=False) if raw else "")
 
 
 def columns_of(prompt: Prompt) -> Mapping[str, Any]:

@@ -9,13 +9,14 @@ A reward function has the signature
 reference answer, `extra` the row's other columns; `options` come from the config. A mapping reports parts under their
 own names; the value of the function is then their sum.
 
-Reward worker processes import this module, so it needs the standard library only.
+Reward worker processes import this module, so it needs the standard library and psutil only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import math
 import multiprocessing
@@ -31,11 +32,14 @@ from functools import lru_cache
 from typing import Any, Self
 
 from tidemill.errors import RewardError
+from tidemill.rollout.worker_process import begin_process_tree, end_process_tree
 
 Reward = Callable[..., "float | Mapping[str, float]"]
 
+LARGEST_REWARD = 1e15  # the square of a gradient norm in proportion to it stays finite in float32
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 PART_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # allowed in a metric's name by every tracker
+SCIENTIFIC = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][-+]?\d{1,2}(?!\w)")
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -44,17 +48,25 @@ class Response(str):
 
     Attributes:
         tokens: how many were sampled for it, the end token included.
+        raw: the text with special tokens, where a reward uses it.
     """
 
     tokens: int
+    raw: str
 
-    def __new__(cls, text: str, tokens: int) -> Self:
+    def __new__(cls, text: str, tokens: int, raw: str = "") -> Self:
         response = super().__new__(cls, text)
-        response.tokens = tokens
+        response.tokens, response.raw = tokens, raw
         return response
 
-    def __reduce__(self) -> tuple[type[Response], tuple[str, int]]:  # pickled for the worker
-        return type(self), (str(self), self.tokens)
+    def __reduce__(self) -> tuple[type[Response], tuple[str, int, str]]:  # pickled for the worker
+        return type(self), (str(self), self.tokens, self.raw)
+
+    def within(self, template: str) -> Response:
+        """What a function gets whose option `response` is this template, with `{text}` or `{raw}` in it."""
+        part, text = ("{raw}", self.raw) if "{raw}" in template else ("{text}", str(self))
+        before, _, after = template.partition(part)
+        return Response(f"{before}{text}{after}", self.tokens)
 
 
 # ---- the built-in functions
@@ -70,18 +82,25 @@ def exact_number(response: str, *, prompt: str, answer: str | None, extra: Mappi
 
 
 def math_verify(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
-    """1 if the library math-verify finds the response equal to the answer, both in LaTeX or plain text.
+    r"""1 if the library math-verify finds the final answer of the response equal to the reference answer, else 0.
+
+    The reference is LaTeX, as in verl, with or without `\boxed{}` and `$`. In the response the library looks for
+    `\boxed{}`, for LaTeX between `$`, and then for a plain number or fraction. `1e-3` is 0.001 in both.
 
     The library's own time-outs use `signal.alarm`, which works in a main thread only; they are off, because the reward
     pool kills a call that takes too long.
     """
     del prompt, extra
     library = import_library("math_verify", "math-verify")
-    reference = required(answer, "math_verify")
-    gold = library.parse(reference, parsing_timeout=None) or library.parse(f"${reference}$", parsing_timeout=None)
-    if not gold:
-        raise RewardError(f"math_verify: the reference answer {answer!r} is not mathematics")
-    return float(library.verify(gold, library.parse(response, parsing_timeout=None), timeout_seconds=None))
+    reference = without_exponents(required(answer, "math_verify"))
+    gold = parse_reference(reference)
+    if all(isinstance(found, str) for found in gold):
+        raise RewardError(
+            f"math_verify: the reference answer {answer!r} is not mathematics. Put only the final answer, as LaTeX or "
+            "a number, into data.answer_key, or use another reward."
+        )
+    found = library.parse(without_exponents(response), parsing_timeout=None)
+    return float(library.verify(gold, found, float_rounding=decimal_places(reference), timeout_seconds=None))
 
 
 def reasoning_gym(response: str, *, prompt: str, answer: str | None, extra: Mapping[str, Any]) -> float:
@@ -132,6 +151,33 @@ def first_number(text: str) -> Decimal | None:
     """The first number in a text, thousands separators allowed."""
     match = NUMBER.search(text.replace("\N{MINUS SIGN}", "-"))
     return None if match is None else Decimal(match.group().replace(",", ""))
+
+
+@lru_cache
+def parse_reference(reference: str) -> list[Any]:
+    r"""What math-verify reads in a reference answer: expressions, and its text.
+
+    If the answer marks its mathematics, the words around it are skipped. Otherwise all of it is LaTeX: without the box,
+    the library would take one of its plain numbers, for example the 2 of `2\sqrt{3}`.
+    """
+    library = import_library("math_verify", "math-verify")
+    boxed = f"\\boxed{{{reference}}}"
+    texts = [reference, boxed] if "$" in reference or "\\boxed" in reference else [boxed]
+    latex = (library.LatexExtractionConfig(),)
+    parsed = (library.parse(text, extraction_config=latex, parsing_timeout=None) for text in texts)
+    return next((found for found in parsed if found), [])
+
+
+def without_exponents(text: str) -> str:
+    """Write numbers such as `1e-3` as decimals; in LaTeX the `e` would be Euler's number."""
+    return SCIENTIFIC.sub(lambda number: format(Decimal(number.group()), "f"), text)
+
+
+def decimal_places(reference: str) -> int:
+    """How many decimals to compare: 6 as in math-verify, and at least 4 significant digits of a small number."""
+    number = NUMBER.fullmatch(reference.strip())
+    value = Decimal(number.group().replace(",", "")) if number else Decimal(1)
+    return max(6, 3 - value.adjusted()) if value else 6
 
 
 def required(answer: str | None, function: str) -> str:
@@ -219,6 +265,7 @@ def import_library(module: str, package: str) -> Any:
 
 def prepare_worker(search_path: Sequence[str], functions: Sequence[str]) -> None:
     """Initialise a worker process: extend its module path, import the functions, exit with the parent."""
+    begin_process_tree()
     threading.Thread(target=exit_with_parent, daemon=True).start()
     sys.path[:0] = [folder for folder in search_path if folder not in sys.path]
     # The library warns that the caller must enforce the time-out, which the pool does.
@@ -230,10 +277,11 @@ def prepare_worker(search_path: Sequence[str], functions: Sequence[str]) -> None
 
 
 def exit_with_parent() -> None:
-    """Exit when the parent process is gone, however it ended and whatever this process is doing."""
+    """Exit with all children when the parent process is gone, however it ended and whatever this process is doing."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        end_process_tree(os.getpid())
         os._exit(1)
 
 
@@ -294,11 +342,23 @@ def as_parts(name: str, value: Any) -> dict[str, float]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """A finite float; accepts whatever has `__float__`, such as numpy and torch scalars, but no text."""
+    """A float up to `LARGEST_REWARD`; accepts whatever has `__float__`, such as numpy scalars, but no text."""
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()  # else Python warns that nothing awaited it
+        raise RewardError(
+            f"reward {name!r} is async: it returned a {type(value).__name__}. Make it a plain function; it may block, "
+            "because every call runs in a process of its own."
+        )
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, InvalidOperation, OverflowError) as error:
         raise RewardError(f"reward {name!r} returned {value!r}, which is not a number") from error
     if not math.isfinite(number):
         raise RewardError(f"reward {name!r} returned {value!r}, which is not a finite number")
+    if abs(number) > LARGEST_REWARD:
+        raise RewardError(
+            f"reward {name!r} is {number:g}: allowed is {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}, because gradients "
+            "are float32. Scale it down."
+        )
     return number

@@ -57,7 +57,7 @@ class Rollouter:
         engines: of the start, at least one; they have loaded.
         queue: to the trainer.
         rewards: scores responses.
-        decode: response tokens to text.
+        decode: tokens to a response.
         ledger: new, or restored from a checkpoint.
         version: the version that the engines sample from at the start.
         clock: monotonic seconds.

@@ -45,6 +45,8 @@ from tidemill.store.server import open_store, store_folder
 from tidemill.tracking.mlflow_server import access_problem
 
 NEED_ANSWERS = ("exact_number", "math_verify")
+FOREIGN_PARAMETERS = {"completions": "TRL", "solution_str": "verl"}
+FOREIGN_FIX = "call it from a function of your own, as docs/from_verl.md shows."
 NEED_ENTRIES = "reasoning_gym"
 PORTS = {"http": 80, "https": 443}
 PROBE_TIMEOUT_S = 5.0
@@ -164,25 +166,30 @@ def check_reward(reward: RewardConfig, key: str) -> None:
         ConfigError: it is async, lacks a required argument, or does not accept its options.
     """
     function = resolve(reward.function)
-    if inspect.iscoroutinefunction(function):
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         fix = "Make it a plain function; it may block, because every call runs in a process of its own."
         raise ConfigError(f"{key}.function", reward.function, "a function that is not async", fix)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # compiled code may have no signature
+    for name, library in FOREIGN_PARAMETERS.items():
+        if name in signature.parameters and name not in reward.arguments:
+            allowed = "a function of (response, *, prompt, answer, extra) that scores one response"
+            fix = f"Its parameter {name!r} is that of a reward of {library}: {FOREIGN_FIX}"
+            raise ConfigError(f"{key}.function", reward.function, allowed, fix)
     try:
         signature.bind_partial("", prompt="", answer=None, extra={})
     except TypeError as error:
         allowed = "a function of (response, *, prompt, answer, extra) and of its options"
         raise ConfigError(f"{key}.function", reward.function, allowed, f"The call fails: {error}.") from error
     try:
-        signature.bind("", prompt="", answer=None, extra={}, **reward.options)
+        signature.bind("", prompt="", answer=None, extra={}, **reward.arguments)
     except TypeError as error:
         allowed = f"the keyword arguments of {reward.function} besides prompt, answer and extra"
         raise ConfigError(f"{key}.options", reward.options, allowed, f"The call fails: {error}.") from error
     if reward.function == "overlong":
-        check_overlong(reward.options, f"{key}.options")
+        check_overlong(reward.arguments, f"{key}.options")
 
 
 def check_overlong(options: Mapping[str, Any], key: str) -> None:
