@@ -18,7 +18,7 @@ from tidemill.actors.rollouter import reward_workers
 from tidemill.config.data import RewardConfig
 from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Prompt
-from tidemill.rollout.reward_pool import RewardPool, with_raw
+from tidemill.rollout.reward_pool import RewardPool, decode, with_raw
 from tidemill.rollout.rewards import Response
 
 DEADLINE_S = 120.0
@@ -201,6 +201,19 @@ async def test_a_weighted_sum_that_would_overflow_is_refused(pool: Callable[...,
     async with pool(RewardConfig(function="mine:length", weight=1e16, timeout_s=DEADLINE_S)) as rewards:
         with pytest.raises(RewardError, match=r"'the weighted sum' is 2e\+16: allowed is -1e\+15 to 1e\+15"):
             await rewards.score(prompt(), said("no"))
+
+
+class LetterTokenizer:
+    """One token a letter; 0 is its special token."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join("</s>" if token == 0 else chr(token) for token in ids if token or not skip_special_tokens)
+
+
+def test_special_tokens_are_decoded_where_a_reward_sees_them() -> None:
+    for raw, expected in ((False, ""), (True, "a</s>")):
+        response = decode(LetterTokenizer(), raw, np.array([ord("a"), 0], np.int32))
+        assert (response, response.tokens, response.raw) == ("a", 2, expected)
 
 
 async def test_a_function_sees_a_response_as_its_option_says(pool: Callable[..., Any]) -> None:
