@@ -59,7 +59,10 @@ demo: setup  ## Run the whole pipeline with a real model on this machine, in a f
 
 test: setup  ## Run all tests, the two halves in parallel
 	@echo 'test-engines and test-others run in parallel; the output of each appears when it ends'
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-engines test-others
+	@mkdir -p .cache; status=0; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-engines test-others \
+		| tee .cache/test.log || status=$$?; \
+	sed -n 's/^SKIPPED \[\([0-9]*\)\] [^ ]* /NOT RUN: \1 tests: /p' .cache/test.log; exit $$status
 
 # test-engines mostly waits for the processes that it starts, so the two halves share two cores well.
 test-engines: setup  ## Run the tests that start vLLM, Ray or a whole run

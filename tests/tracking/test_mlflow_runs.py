@@ -48,7 +48,7 @@ def test_mlflow_shows_the_runs_of_an_experiment_of_model_training(mlflow_config:
     assert kinds == ["custom_model_development"] * 2
     client.create_run(newer, start_time=2)
     client.create_run(older, start_time=1)
-    assert runs_page(client) == f"/#/experiments/{newer}/runs"
+    assert runs_page(client) == f"/#/experiments/{newer}/runs?workflowType=machine_learning"
 
 
 def test_a_kind_that_a_user_chose_for_an_experiment_stays(mlflow_config: RunConfig) -> None:

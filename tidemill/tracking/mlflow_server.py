@@ -133,4 +133,7 @@ def runs_page(client: Any) -> str:
     """Path of the page with the runs of the experiment of the newest run; without a run, of the first page."""
     experiments = [each.experiment_id for each in client.search_experiments()]
     newest = client.search_runs(experiments, max_results=1, order_by=["attributes.start_time DESC"])
-    return f"/#/experiments/{newest[0].info.experiment_id}/runs" if newest else "/"
+    if not newest:
+        return "/"
+    # Without the type the pages of a browser that opens MLflow for the first time are those of GenAI.
+    return f"/#/experiments/{newest[0].info.experiment_id}/runs?workflowType=machine_learning"
