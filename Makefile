@@ -62,7 +62,8 @@ test: setup  ## Run all tests, the two halves in parallel
 	@mkdir -p .cache; status=0; \
 	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-engines test-others \
 		| tee .cache/test.log || status=$$?; \
-	sed -n 's/^SKIPPED \[\([0-9]*\)\] [^ ]* /NOT RUN: \1 tests: /p' .cache/test.log; exit $$status
+	awk -F '[][]' '/^SKIPPED/ {n = $$2; sub(/^SKIPPED [^ ]* [^ ]* /, ""); skipped[$$0] += n} \
+		END {for (reason in skipped) print "NOT RUN: " skipped[reason] " tests: " reason}' .cache/test.log; exit $$status
 
 # test-engines mostly waits for the processes that it starts, so the two halves share two cores well.
 test-engines: setup  ## Run the tests that start vLLM, Ray or a whole run

@@ -11,10 +11,10 @@ def test_without_minio_a_test_is_skipped_but_fails_in_continuous_integration(
 ) -> None:
     monkeypatch.setenv("TIDEMILL_MINIO", str(tmp_path / "minio"))
     monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="no MinIO at .*: run `make minio`"):
+    with pytest.raises(pytest.fail.Exception, match=r"no MinIO at .*: run `make minio`"):
         require_minio()
     monkeypatch.delenv("CI")
-    with pytest.raises(pytest.skip.Exception, match="no MinIO at .*: run `make minio`"):
+    with pytest.raises(pytest.skip.Exception, match=r"no MinIO at .*: run `make minio`"):
         require_minio()
     (tmp_path / "minio").touch()
     require_minio()
