@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
 import pytest
 import yaml
 from config_rig import ON_KUBERNETES, SMALL, parse, refusal
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tidemill.config.reading import apply_override, load_config, load_yaml, parse_config
+from tidemill.config.reading import apply_override, load_config, load_value, load_yaml, parse_config
 from tidemill.config.run import RunConfig, fields
 from tidemill.config.section import DNS_LABEL, PATTERNS
 from tidemill.errors import ConfigError
@@ -294,6 +297,65 @@ def test_unambiguous_values_are_accepted() -> None:
 def test_text_that_looks_like_a_number_survives(text: str) -> None:
     assert parse(f"tracking.experiment='{text}'").tracking.experiment == text
     assert load_yaml(yaml.safe_dump({"a": text})) == {"a": text}
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("data.system_prompt", "Solve. Put the final answer after ####. Example: #### 7"),
+        ("data.system_prompt", "First line.\nSecond line.\n\n# Rules\nBe brief."),
+        ("data.system_prompt", "#short"),
+        ("output", "/data/run #1/out"),
+        ("data.train", "/data/set #2/train.jsonl"),
+        ("rollout.stop.0", "a #b"),
+        ("rewards.0.options.marker", "x\r\ny"),
+    ],
+)
+def test_plain_text_of_an_override_stays_as_typed(key: str, text: str) -> None:
+    tree = yaml.safe_load(yaml.safe_dump(SMALL | {"rollout": {"stop": ["a"]}}))
+    apply_override(tree, f"{key}={text}")
+    for part in key.split("."):
+        tree = tree[int(part) if part.isdecimal() else part]
+    assert tree == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("'quoted' # comment", "[a, b] # comment", "[a, # comment\n b]", "Answer: #1 or 2", "[####]", "{a: b #c}"),
+        *("'two\nlines'", "[two\nlines]", "&name text", "! text", "!!str 5", "--- text", "text\n...", "%YAML 1.1\n--- a"),
+    ],
+)
+def test_override_of_which_yaml_would_leave_out_a_part_is_refused(text: str) -> None:
+    error = refusal(f"data.system_prompt={text}")
+    assert (error.key, error.value) == ("data.system_prompt", text)
+    assert "between quotes" in error.fix or "between double quotes" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", None),
+        ("5", 5),
+        ("5 # five", "5 # five"),
+        ("['#', \"a\\nb\"]", ["#", "a\nb"]),
+        ('{"a": [1,\n2], "b": "c #d"}', {"a": [1, 2], "b": "c #d"}),
+        ("|\n two\n lines", "two\nlines"),
+        ("a#b", "a#b"),
+    ],
+)
+def test_value_of_an_override_is_yaml(text: str, value: object) -> None:
+    assert load_value(text) == value
+
+
+@given(st.text(alphabet="ab1 #\n'\"[]{},:&!*|>-%.\\", max_size=20))
+def test_text_of_an_override_loses_no_letter(text: str) -> None:
+    try:
+        value = load_value(text)
+    except yaml.YAMLError:
+        return
+    letters = Counter(re.findall("[ab#]", text))
+    assert letters <= Counter(str(value)) or "\\" in text, value
 
 
 def test_option_of_a_source_in_another_base_is_refused() -> None:

@@ -30,6 +30,7 @@ def settings(*overrides: str, config: Path | None = None) -> dict[str, Any]:
         ("None", None),
         ("['a','b']", ["a", "b"]),
         ("a b", "a b"),
+        ("a #b", "a #b"),
         ("", None),
         ("'5'", "5"),
         ("~/m", "/home/me/m"),

@@ -41,6 +41,10 @@ NOISE = re.compile(r"^\w+ should (be|have) | after validation, not \d+$")
 """Pydantic's words around what is allowed."""
 OTHER_BASES = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 """Numbers that YAML 1.1 reads as octal or sexagesimal."""
+LINE_BREAK = re.compile("[\n\r\x85\u2028\u2029]")
+"""The line breaks of YAML."""
+LEFT_OUT = (yaml.AnchorToken, yaml.DirectiveToken, yaml.DocumentStartToken, yaml.DocumentEndToken, yaml.TagToken)
+"""Parts of a YAML text that are not in its value."""
 
 
 class Loader(yaml.SafeLoader):
@@ -132,6 +136,39 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, Loader)
 
 
+def load_value(text: str) -> Any:
+    """The value of one setting outside a file, as YAML without comments; a plain text stays as it is given.
+
+    YAML ends a plain text at ` #`, and folds line breaks. A command line has neither comments nor wrapped lines.
+
+    Raises:
+        yaml.YAMLError: it is malformed, `Loader` refuses it, or YAML would leave out a part of it.
+    """
+    tokens = [*yaml.scan(text, Loader)][1:-1]
+    scalars = [token for token in tokens if isinstance(token, yaml.ScalarToken)]
+    given = text.strip()
+    if all(token.plain for token in scalars) and len(tokens) == len(scalars):
+        whole = not LINE_BREAK.search(given) and given == "".join(text[span(token)] for token in scalars)
+        return load_yaml(text) if whole else given
+    rest = text
+    for token in scalars:
+        place = span(token)
+        if token.style not in ("|", ">") and LINE_BREAK.search(text[place]):
+            fix = 'YAML folds a line break in a text: write "\\n" between double quotes'
+            raise yaml.MarkedYAMLError(problem=fix, problem_mark=token.start_mark)
+        rest = rest[: place.start] + " " * (place.stop - place.start) + rest[place.stop :]
+    left_out = next((token for token in tokens if isinstance(token, LEFT_OUT)), None)
+    if left_out is not None or "#" in rest:
+        mark = tokens[0].start_mark if left_out is None else left_out.start_mark
+        raise yaml.MarkedYAMLError(problem="YAML leaves out a part of it: put texts between quotes", problem_mark=mark)
+    return load_yaml(text)
+
+
+def span(token: yaml.Token) -> slice:
+    """Where a token is in its text."""
+    return slice(token.start_mark.index, token.end_mark.index)
+
+
 def yaml_problem(error: yaml.YAMLError) -> str:
     """What is wrong with a YAML text and where, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -140,7 +177,7 @@ def yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `key.path=value` in the tree; the value is YAML, a number in the path indexes a list."""
+    """Set `key.path=value` in the tree; see `load_value`. A number in the path indexes a list."""
     path, equals, value = override.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):
@@ -155,7 +192,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
                 node[key] = {}
             node = node[key]
     try:
-        new = load_yaml(value)
+        new = load_value(value)
     except yaml.YAMLError as error:
         raise ConfigError(path, value, "a YAML value", f"{yaml_problem(error)}.") from error
     if isinstance(node, list):

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 import yaml
 
 from tidemill.config.data import DataConfig
-from tidemill.config.reading import load_yaml, yaml_problem
+from tidemill.config.reading import load_value, yaml_problem
 from tidemill.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -93,7 +93,7 @@ def query_options(query: str, key: str, source: str) -> dict[str, Any]:
     """
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-        return {name: load_yaml(value) for name, value in pairs}
+        return {name: load_value(value) for name, value in pairs}
     except (ValueError, yaml.YAMLError) as error:
         why = yaml_problem(error) if isinstance(error, yaml.YAMLError) else error
         raise ConfigError(key, source, FORMS, f"Correct the part after the question mark: {why}.") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tidemill.config.reading import load_yaml, yaml_problem
+from tidemill.config.reading import load_value, load_yaml, yaml_problem
 from tidemill.errors import ConfigError
 
 OVERRIDE = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
@@ -138,7 +138,7 @@ def parse(text: str) -> Any:
     if text == "None":
         return None
     try:
-        return float(text) if SCIENTIFIC.fullmatch(text) else load_yaml(text)
+        return float(text) if SCIENTIFIC.fullmatch(text) else load_value(text)
     except yaml.YAMLError as error:
         return Unresolved(f"{text} ({yaml_problem(error)})")
 
