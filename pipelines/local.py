@@ -47,8 +47,7 @@ def command(words: Sequence[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return MISUSED
-    # Steps must find reward functions in the working directory, as this process does.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONSAFEPATH"] = "1"  # a queue.py of the user must not stand for Python's own in the steps
     try:
         main(*words)
     except RuntimeError as error:  # KFP raises it for a failed step, after printing the output of the step

@@ -27,6 +27,8 @@ signal.signal(signal.SIGTERM, lambda *_: print("asked to end"))
 try:
     with ray_session(config):
         os.kill(os.getpid(), signal.SIGTERM)
+        path = ray.remote(lambda: sys.path).remote()
+        print(os.getcwd() in ray.get(path, timeout=200))
         print(int(ray.cluster_resources()["CPU"]) == os.cpu_count())
         left = psutil.Process().children(recursive=True)
         raise KeyError
@@ -72,11 +74,11 @@ def test_existing_cluster_needs_its_address(addition: RunConfig, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_ray_ends_with_the_session_also_after_an_error_and_keeps_the_signal_handler() -> None:
+def test_ray_ends_with_its_session_and_keeps_the_signal_handler_and_the_modules_of_python(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples/addition.yaml"
     command = [sys.executable, "-c", SESSION, str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.split("\n")[:3] == ["asked to end", "True", "True []"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path)
+    assert done.stdout.split("\n")[:4] == ["asked to end", "False", "True", "True []"]
 
 
 def test_runs_of_one_name_below_different_folders_do_not_share_weights(addition: RunConfig, tmp_path: Path) -> None:

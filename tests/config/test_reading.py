@@ -323,7 +323,16 @@ def test_plain_text_of_an_override_stays_as_typed(key: str, text: str) -> None:
     "text",
     [
         *("'quoted' # comment", "[a, b] # comment", "[a, # comment\n b]", "Answer: #1 or 2", "[####]", "{a: b #c}"),
-        *("'two\nlines'", "[two\nlines]", "&name text", "! text", "!!str 5", "--- text", "text\n...", "%YAML 1.1\n--- a"),
+        *(
+            "'two\nlines'",
+            "[two\nlines]",
+            "&name text",
+            "! text",
+            "!!str 5",
+            "--- text",
+            "text\n...",
+            "%YAML 1.1\n--- a",
+        ),
     ],
 )
 def test_override_of_which_yaml_would_leave_out_a_part_is_refused(text: str) -> None:

@@ -9,15 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 from rich.console import Console
 
+from tidemill.cli.main import main
 from tidemill.config.reading import load_config
 from tidemill.config.run import RunConfig
 from tidemill.driver.restart import identity
@@ -70,11 +73,18 @@ def blocked_run(folder: Path, *arguments: str, screen: int = subprocess.PIPE) ->
     """A run whose validation hangs, because the module of its reward sleeps; yields once it sleeps."""
     (folder / "slow.py").write_text(SLOW_REWARD)
     words = command("run", *(arguments or (str(EXAMPLE), "rewards.0.function=slow:reward")))
-    # Below the folder, because a launcher that is killed cannot remove what it made.
-    environment = os.environ | {"TMPDIR": str(folder)}
-    with subprocess.Popen(
-        words, cwd=folder, env=environment, stdout=screen, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    # A launcher that is killed cannot remove what it made.
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as temporary,
+        subprocess.Popen(
+            words,
+            cwd=folder,
+            env=os.environ | {"TMPDIR": temporary},
+            stdout=screen,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+    ):
         try:
             deadline = time.monotonic() + TIMEOUT_S
             while not (folder / "imported").exists():
@@ -119,6 +129,37 @@ def test_start_that_the_lock_refuses_makes_no_folder(addition: RunConfig, screen
     with output_lock(addition.output, "addition-1"), pytest.raises(RunError, match="still uses"):
         start_run(addition, screen)
     assert [path.name for path in addition.output.iterdir()] == ["run.lock"]
+
+
+@pytest.mark.parametrize("command", ["run", "check", "train"])
+def test_temporary_folder_too_long_for_sockets_of_ray_is_refused_at_once(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main([command, str(EXAMPLE)]) == 2
+    assert f"TMPDIR = '{tmp_path}': allowed is a path of at most 21 bytes" in capsys.readouterr().err
+    assert not (tmp_path / "runs/addition-1").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.steps
+def test_modules_of_the_working_directory_do_not_replace_those_of_python(tmp_path: Path) -> None:
+    for module in ("queue", "copy", "token", "calendar"):
+        (tmp_path / f"{module}.py").write_text("JOBS = []\n")
+    (tmp_path / "my_rewards.py").write_text("from my_helper import score\n")
+    (tmp_path / "my_helper.py").write_text("def score(response, *, prompt, answer, extra): return 1.0\n")
+    words = ["run", str(EXAMPLE), "rewards.0.function=my_rewards:score", "model=nowhere"]
+    script = "import sys; sys.path.remove(''); from tidemill.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert "validate failed" in done.stdout and "model 'nowhere': there is no such folder" in done.stdout
 
 
 @pytest.mark.slow

@@ -34,10 +34,14 @@ def test_nobody_answers_on_a_free_port() -> None:
 
 @pytest.mark.slow
 def test_ui_is_served_until_an_interrupt_which_leaves_no_process_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/queue.py").write_text("JOBS = []\n")
     (tmp_path / "mlflow.db").touch()  # a database without tables, which MLflow makes
     port = free_port()
-    command = [sys.executable, "-m", "tidemill.cli.main", "ui", "--output", str(tmp_path), "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    command = [sys.executable, "-P", "-m", "tidemill.cli.main", "ui", "--output", str(tmp_path), "--port", str(port)]
+    with subprocess.Popen(
+        command, cwd=tmp_path / "here", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline(), process.stdout.readline()]
         served = any(answers(port) for _ in range(ATTEMPTS))

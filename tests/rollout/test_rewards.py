@@ -137,6 +137,22 @@ def test_a_function_that_cannot_be_resolved_is_refused(name: str, message: str) 
         resolve(name)
 
 
+def test_module_of_the_working_directory_is_found_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("queue", "yaml", "rewards_of_mine"):
+        (tmp_path / f"{module}.py").write_text("def score(response, **row): return 1.0\n")
+    assert resolve("rewards_of_mine:score")("") == 1.0
+    assert sys.path[-1] == str(tmp_path)
+    for module in ("queue", "yaml"):
+        with pytest.raises(
+            RewardError, match=rf"module {module} \(.*\) before {tmp_path}/{module}\.py.* my_{module}:score"
+        ):
+            resolve(f"{module}:score")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0], {"a": float("nan")}, {"a": None}])
 def test_a_value_that_is_no_finite_number_is_refused_with_function_and_value(value: Any) -> None:
     with pytest.raises(RewardError, match=r"reward 'mine(/a)?' returned"):

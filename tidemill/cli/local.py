@@ -111,7 +111,6 @@ def check(file: RunFile, overrides: Settings = []) -> int:
     from tidemill.config.validation import notices
     from tidemill.steps.validate import check_run
 
-    import_from_working_directory()
     config = load_config(file, overrides)
     if config.cluster.provider == "kuberay":
         allowed = "local or existing: this command checks this machine, not a cluster"
@@ -135,7 +134,6 @@ def train(context: typer.Context, file: RunFile, overrides: Settings = []) -> in
     """
     from tidemill.config.reading import load_config
 
-    import_from_working_directory()
     provider = ["cluster.provider=existing"] if os.environ.get("RAY_ADDRESS") else []
     config = load_config(file, [*provider, *overrides])
     from tidemill.local.foreground import train_in_foreground
@@ -159,7 +157,6 @@ def evaluate(context: typer.Context, file: RunFile, overrides: Settings = []) ->
     from tidemill.steps.provider import score
     from tidemill.steps.validate import check_inputs, check_model
 
-    import_from_working_directory()
     config = load_config(file, overrides)
     if config.data.held_out is None:
         raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")
@@ -356,12 +353,6 @@ def ui(
     return serve(database, free_port(port), Console(), debug=context.obj)
 
 
-def import_from_working_directory() -> None:
-    """Let reward functions be imported from the working directory, which an installed command does not search."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
 def say_loading(model: str) -> None:
     """Say what takes long, on standard error: standard output has the answers only."""
     print(f"loading {model} ...", file=sys.stderr, flush=True)
@@ -369,8 +360,10 @@ def say_loading(model: str) -> None:
 
 def quiet(debug: bool) -> AbstractContextManager[object]:
     """Hide what libraries and their processes print, except with `--debug`."""
+    from tidemill.cluster.processes import SAFE_PATH
     from tidemill.observe.console import redirected
 
+    os.environ.update(SAFE_PATH)
     return nullcontext() if debug else redirected(os.devnull)
 
 

@@ -8,16 +8,23 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from tidemill.cluster.processes import SAFE_PATH
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
 
 PROBE_TIMEOUT_S = 10.0
 AUTH_MODE = "RAY_AUTH_MODE"
+RAY_SOCKET = "/tidemill-12345678/ray/session_2026-01-31_12-00-00_000000_1234567/sockets/plasma_store"
+"""The longest path of a socket of Ray below the folder for temporary files."""
+SOCKET_BYTES = 107
+"""The longest path of a socket that Linux allows."""
 OBJECT_STORE_BYTES = 512 * 2**20  # groups are small; weights travel beside Ray
 
 
@@ -51,6 +58,18 @@ def weights_folder(config: RunConfig) -> Path:
     return memory / f"tidemill-{config.name}-{digest[:8]}" if memory.is_dir() else config.folder / "weights"
 
 
+def check_temporary_folder() -> None:
+    """Refuse a folder for temporary files in which Ray cannot make its sockets.
+
+    Raises:
+        ConfigError: its path is too long.
+    """
+    folder, longest = tempfile.gettempdir(), SOCKET_BYTES - len(RAY_SOCKET)
+    if len(os.fsencode(folder)) > longest:
+        allowed = f"a path of at most {longest} bytes, because Ray makes sockets below it"
+        raise ConfigError("TMPDIR", folder, allowed, "Set this environment variable to a shorter path, such as /tmp.")
+
+
 @contextmanager
 def ray_session(config: RunConfig) -> Iterator[None]:
     """Ray within the body: a new one for `local`, else the one at RAY_ADDRESS, which Ray sets for its jobs.
@@ -63,6 +82,7 @@ def ray_session(config: RunConfig) -> Iterator[None]:
     """
     import ray  # not at module level: the image of the pipeline steps has no Ray
 
+    os.environ.update(SAFE_PATH)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Child processes of a killed actor, such as the core of a vLLM engine, must not keep its GPU.
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "true")
@@ -104,6 +124,7 @@ def start_ray(config: RunConfig) -> None:
     try:
         ray.init(
             address="local",
+            job_config=job_config(),
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             namespace=config.name,
@@ -111,6 +132,21 @@ def start_ray(config: RunConfig) -> None:
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise RunError(f"Ray does not start on this machine: {error}") from error
+
+
+def job_config() -> Any:
+    """Ray's settings of a driver whose working directory is not searched for modules by every worker.
+
+    Ray puts that directory before Python's own modules, so that a queue.py of the user breaks the workers. It does not
+    where a runtime environment sets the directory.
+    """
+    from ray.job_config import JobConfig
+
+    class OwnModules(JobConfig):  # type: ignore[misc]  # Ray has no types here
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return OwnModules()
 
 
 def join_ray(provider: str) -> None:
@@ -123,7 +159,7 @@ def join_ray(provider: str) -> None:
         raise ConfigError("cluster.provider", provider, f"{provider} with RAY_ADDRESS set", fix)
     probe(address)
     try:
-        ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise not_joined(address, error) from error
 

@@ -26,6 +26,8 @@ from tidemill.errors import RunError
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Environment of Python processes that must not look for Python's own modules in the working directory first."""
 OTHER_FOLDER = "Set another folder with output=..."
 
 

@@ -18,7 +18,9 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from tidemill.cluster.local import check_temporary_folder
 from tidemill.cluster.processes import (
+    SAFE_PATH,
     adopt_orphans,
     collect_orphans,
     end_descendants,
@@ -55,7 +57,12 @@ INTERRUPTED = 130
 
 
 def start_run(config: RunConfig, console: Console) -> int:
-    """Start a new run of these settings; returns the exit status of the command."""
+    """Start a new run of these settings; returns the exit status of the command.
+
+    Raises:
+        ConfigError: the path of the folder for temporary files is too long.
+    """
+    check_temporary_folder()
     with output_lock(config.output, config.name) as lock:
         named = new_run(pin_model(config))  # a resumed run uses the version that the alias names now
         if named.cluster.provider == "kuberay":
@@ -69,8 +76,10 @@ def resume_run(config: RunConfig, console: Console) -> int:
     """Resume a run; returns the exit status of the command.
 
     Raises:
-        ConfigError: its checkpoints were made with other settings, or must not be used.
+        ConfigError: its checkpoints were made with other settings, or must not be used, or the path of the folder for
+            temporary files is too long.
     """
+    check_temporary_folder()
     with output_lock(config.output, config.name) as lock:
         check_restart(pin_model(config))  # before anything starts
         clear_failure(config)
@@ -143,12 +152,15 @@ def follow_runner(config: RunConfig, settings: Path, lock: int, console: Console
 
 def start_runner(config: RunConfig, settings: Path, lock: int) -> subprocess.Popen[bytes]:
     """Start the KFP local runner in a session of its own, which gets no signals of the terminal."""
-    environment = os.environ | {
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
-        "TMPDIR": str(settings.parent),
-        "RAY_TMPDIR": str(settings.parent),
-    }
+    environment = (
+        os.environ
+        | SAFE_PATH
+        | {
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(settings.parent),
+            "RAY_TMPDIR": str(settings.parent),
+        }
+    )
     root = str(config.folder / "kfp")
     with (config.folder / "log.txt").open("ab") as log:
         return subprocess.Popen(

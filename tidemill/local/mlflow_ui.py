@@ -13,7 +13,7 @@ from typing import IO
 
 from rich.console import Console
 
-from tidemill.cluster.processes import adopt_orphans, end_descendants, interruptible, signals_ignored
+from tidemill.cluster.processes import SAFE_PATH, adopt_orphans, end_descendants, interruptible, signals_ignored
 from tidemill.errors import RunError
 from tidemill.local.messages import print_line, shown, tail_of
 from tidemill.retry import wait_for
@@ -66,7 +66,8 @@ def start(database: Path, port: int, output: IO[bytes] | None) -> subprocess.Pop
     options = ["--artifacts-destination", artifacts, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     return subprocess.Popen(
         [*command, *options],
-        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        env=os.environ | SAFE_PATH | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        cwd=database.parent,  # its own server puts the working directory before Python's modules
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

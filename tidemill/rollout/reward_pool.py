@@ -39,7 +39,7 @@ class RewardPool:
         rewards: the functions; each value is reported under the function's name without the module, the second one of
             the same name as `name-2`.
         workers: number of processes.
-        search_path: folders where workers look for modules first; None is the current working directory.
+        search_path: folders where workers look for modules after all others; None is the working directory.
     """
 
     def __init__(

@@ -29,6 +29,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import Any, Self
 
 from tidemill.errors import RewardError
@@ -235,14 +237,38 @@ def resolve(name: str) -> Reward:
 
 
 def import_module(module_name: str, name: str) -> Any:
-    """The module of an import path. A user's module may raise any exception, hence the broad except."""
+    """The module of an import path, also in the working directory, which is searched after all other folders.
+
+    A user's module may raise any exception, hence the broad except.
+    """
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
     try:
+        refuse_hidden_module(module_name.partition(".")[0], here, name)
         return importlib.import_module(module_name)
+    except RewardError:
+        raise
     except Exception as error:
         raise RewardError(
             f"reward {name!r} cannot be imported: {type(error).__name__}: {error}. Built in are {', '.join(BUILT_IN)}; "
             "put your own module into the working directory, or install it."
         ) from error
+
+
+def refuse_hidden_module(module: str, folder: str, name: str) -> None:
+    """Refuse a module of a folder if Python finds another module of this name first.
+
+    Raises:
+        RewardError: naming both files.
+    """
+    own = PathFinder.find_spec(module, [folder])
+    found = find_spec(module) if own else None
+    if own and own.origin and found and found.origin != own.origin:
+        raise RewardError(
+            f"reward {name!r}: Python finds its module {module} ({found.origin}) before {own.origin}. Rename the file, "
+            f"for example to my_{module}.py, and the reward to my_{name}."
+        )
 
 
 def import_library(module: str, package: str) -> Any:
@@ -267,7 +293,8 @@ def prepare_worker(search_path: Sequence[str], functions: Sequence[str]) -> None
     """Initialise a worker process: extend its module path, import the functions, exit with the parent."""
     begin_process_tree()
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    sys.path[:0] = [folder for folder in search_path if folder not in sys.path]
+    os.environ.pop("PYTHONSAFEPATH", None)  # programs that a reward starts find modules as they do outside of a run
+    sys.path += [folder for folder in search_path if folder not in sys.path]
     # The library warns that the caller must enforce the time-out, which the pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for function in functions:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import psutil
 from safetensors import safe_open
 
-from tidemill.cluster.local import start_services, stop_services
+from tidemill.cluster.local import check_temporary_folder, start_services, stop_services
 from tidemill.cluster.processes import locked, write_owner
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError
@@ -81,6 +81,8 @@ class LocalProvider:
         if self.config.cluster.provider == "existing" and not os.environ.get("RAY_ADDRESS"):
             allowed = "existing with RAY_ADDRESS set"
             raise ConfigError("cluster.provider", "existing", allowed, "Set RAY_ADDRESS, or use local.")
+        if self.config.cluster.provider == "local" and "RAY_TMPDIR" not in os.environ:  # `tidemill run` has set it
+            check_temporary_folder()
         check_capacity(self.config, weights=0)
 
     def provision(self, log: EventLog) -> dict[str, Any]:
