@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from tidemill.errors import CheckpointError, RunError, StoreError
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.lease import Claim, Fence, lease_key, leased, next_claim, remove_lease, reserve
 from tidemill.store.object_store import ObjectStore, StoredObject
+from tidemill.store.server import open_store
 
 
 def fence(store: ObjectStore, attempt: int) -> Fence:
@@ -34,23 +34,13 @@ def test_an_older_attempt_loses_the_lease_and_commits_nothing_more(seaweedfs: Ob
     assert Checkpoints(seaweedfs, "a", 2).versions() == [4, 3]
 
 
-class Rank(RankActor):
-    """A trainer rank with a given store."""
-
-    bucket: ObjectStore
-
-    def store(self) -> AbstractContextManager[ObjectStore]:
-        return nullcontext(self.bucket)
-
-
-def test_an_older_attempt_publishes_no_weights_either(seaweedfs: ObjectStore, run_config: RunConfig) -> None:
-    old, new = (Fence(seaweedfs, run_config.name, Claim(attempt, "x")) for attempt in (1, 2))
-    rank = Rank(run_config, "none", 0, old.claim)
-    rank.bucket = seaweedfs
-    new.take()
-    for publish in (lambda: rank.upload_weights(3), rank.upload_snapshot):
-        with pytest.raises(CheckpointError, match="attempt 2 took the lease"):
-            publish()
+def test_an_older_attempt_publishes_no_weights_either(run_config: RunConfig) -> None:
+    rank = RankActor(run_config, "none", 0, Claim(1, "x"))
+    with open_store(run_config.store, run_config.output) as store:
+        Fence(store, run_config.name, Claim(2, "x")).take()
+        for publish in (lambda: rank.upload_weights(3), rank.upload_snapshot):
+            with pytest.raises(CheckpointError, match="attempt 2 took the lease"):
+                publish()
 
 
 def test_a_lease_that_is_lost_during_the_upload_leaves_no_commit(seaweedfs: ObjectStore, tmp_path: Path) -> None:

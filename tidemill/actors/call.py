@@ -58,7 +58,6 @@ class Remote(ABC):
         """The actor in messages."""
 
     async def answer(self, reference: Awaitable[T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
-        """Await a call of the actor, see `call`."""
         return await call(self.name, reference, timeout_s, lost=self.lost)
 
 

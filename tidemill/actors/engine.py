@@ -70,17 +70,11 @@ class EngineActor:
         await self.engine.start()
 
     def target(self) -> VllmEngine:
-        """The engine, once it has started.
-
-        Raises:
-            EngineError: it has not.
-        """
         if self.engine is None:
             raise EngineError("the engine is not started")
         return self.engine
 
     async def update_weights(self, update: WeightUpdate, mode: PauseMode) -> None:
-        """Fetch the weights while generation goes on, then load them."""
         if self.downloader is None:
             await self.target().update_weights(update, mode)
             return
@@ -88,7 +82,6 @@ class EngineActor:
             await self.target().update_weights(local, mode)
 
     async def shutdown(self) -> None:
-        """End the engine, and free the memory of the received weights."""
         if self.engine is not None:
             await self.engine.shutdown()
         if self.downloader is not None:
@@ -114,7 +107,6 @@ class RemoteEngine(Remote):
 
     @property
     def name(self) -> str:
-        """The actor in messages."""
         return str(self.id)
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
@@ -126,7 +118,6 @@ class RemoteEngine(Remote):
             raise
 
     async def end(self) -> None:
-        """End the process; it gets time to free its resources if it still answers."""
         try:
             async with asyncio.timeout(self.end_timeout_s):
                 await self.shutdown()
@@ -136,7 +127,6 @@ class RemoteEngine(Remote):
             self.kill()
 
     def kill(self) -> None:
-        """End the process at once, also one that Ray has not placed yet."""
         ray.kill(self.actor)
 
 
@@ -165,7 +155,6 @@ class ScorerActor:
         """Answers once the actor is placed."""
 
     async def score(self, model: str) -> Evaluation:
-        """Fetch the model to this pod and evaluate it there."""
         from tidemill.rollout.offline import evaluate_model
 
         with TemporaryDirectory(prefix="tidemill-model-") as folder:
@@ -173,15 +162,7 @@ class ScorerActor:
 
 
 async def score_remotely(config: RunConfig, model: str) -> Evaluation:
-    """Greedy answers of a model in the store to `data.held_out`, from a new engine in place of an earlier one.
-
-    Args:
-        config: of the run.
-        model: `s3://...`, as `Summary.model_uri`.
-
-    Raises:
-        TidemillError: the engine, a reward function or the data fails.
-    """
+    """Greedy answers of a model in the store to `data.held_out`, from a new engine in place of an earlier one."""
     placement = engine_placement(config)
     options = placement.options(engine_environment(config.rollout, placement.gpus))
     actor = ray.remote(ScorerActor).options(**options).remote(config)

@@ -25,12 +25,7 @@ POLL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What an actor requests from the cluster.
-
-    Attributes:
-        gpus: whole GPUs.
-        resources: Ray's custom resources.
-    """
+    """What an actor requests from the cluster."""
 
     gpus: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -45,17 +40,14 @@ ANYWHERE = Placement()
 
 
 def engine_placement(config: RunConfig) -> Placement:
-    """Of an engine, with one GPU per tensor parallel rank."""
     return placement(config, ROLLOUT_RESOURCE, config.rollout.tensor_parallel_size)
 
 
 def rank_placement(config: RunConfig) -> Placement:
-    """Of a trainer rank, with one GPU."""
     return placement(config, TRAINER_RESOURCE, 1)
 
 
 def service_placement(config: RunConfig) -> Placement:
-    """Of the queue and the rollouter."""
     return placement(config, SERVICE_RESOURCE, 0)
 
 
@@ -73,11 +65,6 @@ def has_own_pods(config: RunConfig) -> bool:
 
 async def wait_for_pods(config: RunConfig, announce: Callable[[str], None], poll_s: float = POLL_S) -> None:
     """Wait until all pods that the run starts with have joined the cluster: they start after its head.
-
-    Args:
-        config: of the run; providers other than kuberay have nothing to wait for.
-        announce: receives what is missing, whenever that changes.
-        poll_s: between two looks at the cluster.
 
     Raises:
         RunError: not within `kubernetes.start_timeout_s`.
@@ -116,7 +103,6 @@ def check_gpus(config: RunConfig) -> None:
 
 
 def demand(config: RunConfig) -> dict[str, float]:
-    """Ray's resources that the run takes at its start."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed: dict[str, float] = {TRAINER_RESOURCE: ranks, ROLLOUT_RESOURCE: engines, SERVICE_RESOURCE: 1}
     if config.kubernetes.gpu_resource:
@@ -125,6 +111,5 @@ def demand(config: RunConfig) -> dict[str, float]:
 
 
 def shortage(needed: Mapping[str, float], there: Mapping[str, float]) -> str:
-    """What is missing, in words; empty if nothing."""
     lacking = {name: there.get(name, 0.0) for name, number in needed.items() if there.get(name, 0.0) < number}
     return ", ".join(f"{number:g} of {needed[name]:g} {name}" for name, number in lacking.items())

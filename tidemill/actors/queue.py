@@ -46,14 +46,9 @@ OFFER_BYTES = 16_000_000  # of groups in one call; copying more would hold up th
 
 @dataclass(frozen=True, slots=True)
 class Boxed:
-    """A payload in Ray's object store.
+    """A payload in Ray's object store."""
 
-    Attributes:
-        box: ObjectRef of a list of uint8 arrays.
-        index: of the payload in it.
-    """
-
-    box: Any
+    box: Any  # ObjectRef of a list of uint8 arrays
     index: int
 
 
@@ -103,7 +98,6 @@ class QueueActor(MessageQueue[Any]):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(getattr(self, method)(*args, **kwargs), home))
 
     async def wait(self, ticket: str, method: str, *arguments: Any) -> Any:
-        """Run `put` or `lease` under a ticket."""
         await self.start()
         if ticket in self.withdrawn:
             self.withdrawn.remove(ticket)
@@ -149,7 +143,6 @@ class Put:
 
     @property
     def nbytes(self) -> int:
-        """Of its payloads."""
         return sum(delivery.header.nbytes for delivery in self.deliveries)
 
 
@@ -183,7 +176,7 @@ class RemoteQueue:
         return RemoteQueue, (self.actor,)
 
     async def put(self, deliveries: Sequence[Delivery[Buffer]], timeout_s: float) -> list[int]:
-        """Put, see `MessageQueue.put`; a put that is cancelled while it is answered may have been stored."""
+        """A put that is cancelled while it is answered may have been stored."""
         put = Put(list(deliveries), asyncio.get_running_loop().create_future())
         self.line.append(put)
         if self.offering is None or self.offering.done():
@@ -225,7 +218,6 @@ class RemoteQueue:
         return [put for put in puts if not put.answer.cancelled()]
 
     async def offer(self, puts: Sequence[Put]) -> None:
-        """Bring these puts to the queue in one call, and answer each."""
         try:
             pack_deliveries(puts)
             answers = await call(NAME, self.actor.offer.remote([put.deliveries for put in puts]))
@@ -255,12 +247,10 @@ class RemoteQueue:
             raise
 
     async def wait(self, ticket: str, method: str, timeout_s: float, *arguments: Any) -> Any:
-        """Make a call that waits in the actor for up to `timeout_s`."""
         pending = self.actor.wait.remote(ticket, method, *arguments, timeout_s)
         return await call(NAME, pending, timeout_s + CONTROL_TIMEOUT_S)
 
     async def control(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Make a call that never waits, past all calls that wait."""
         return await call(NAME, self.actor.control.options(concurrency_group=CONTROL).remote(method, *args, **kwargs))
 
 

@@ -62,7 +62,6 @@ class RankActor:
         self.uploader = WeightUploader(weights_prefix(config.name), config.sync.full_every)
 
     def meeting_place(self) -> str:
-        """An address of this pod where the ranks can meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))  # a free port
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
@@ -90,11 +89,9 @@ class RankActor:
         )
 
     def update(self, batches: Sequence[MicroBatch], denominator: float, version: int) -> dict[str, float]:
-        """One optimizer step, see `PolicyRank.update`."""
         return self.policy.update(batches, denominator, version)
 
     def score(self, token_ids: Int32Array) -> Float32Array:
-        """Log-probs of the present parameters, see `PolicyRank.score`."""
         return self.policy.score(token_ids)
 
     def export(self, path: Path) -> int:
@@ -118,7 +115,6 @@ class RankActor:
 
     @ray.method(concurrency_group=WEIGHTS)
     def upload_weights(self, version: int) -> Publication:
-        """Upload what was written last as `version`, see `weights.upload`."""
         timings = Timings()
         with timings.phase("sync_upload"), self.leased_store() as store:
             publication = self.uploader.publish(store, version, weights_folder(self.config) / WRITTEN)
@@ -132,11 +128,7 @@ class RankActor:
 
     @contextmanager
     def leased_store(self) -> Iterator[ObjectStore]:
-        """The run's object store, which only the attempt that holds the lease may write to.
-
-        Raises:
-            CheckpointError: another attempt holds the lease.
-        """
+        """The run's object store, which only the attempt that holds the lease may write to."""
         with open_store(self.config.store, self.config.output) as store:
             if self.claim is not None:
                 Fence(store, self.config.name, self.claim).check()
@@ -164,7 +156,6 @@ class RankActor:
         self.policy.load_state(self.restored)
 
     def forget_restored(self) -> None:
-        """Remove what `restore` has downloaded; every rank has read it."""
         remove_download(self.restored)
 
     def publish_model(self, version: int) -> str:
@@ -177,7 +168,6 @@ class RankActor:
             return checkpoints.publish_model(version, folder)
 
     def checkpoints(self) -> AbstractContextManager[Checkpoints]:
-        """The run's checkpoints, as a context manager."""
         return open_checkpoints(self.config, self.claim)
 
 
@@ -232,29 +222,24 @@ class RemoteRanks:
     _meeting_place = on_ranks(RankActor.meeting_place, None, first=True)
 
     async def load(self) -> None:
-        """Load the policy on every rank; the caller has the deadline."""
         await self._load(await self._meeting_place() if len(self.actors) > 1 else None)
 
     async def restore(self, version: int) -> None:
-        """Load a checkpoint on every rank."""
         await self._restore(version)
         await self._forget_restored()
 
     async def update(
         self, batches: Sequence[Sequence[MicroBatch]], denominator: float, version: int
     ) -> Mapping[str, float]:
-        """One optimizer step, each rank with its own batches; see `train.trainer.Ranks`."""
         pending = [a.update.remote(b, denominator, version) for a, b in zip(self.actors, batches, strict=True)]
         answers: list[dict[str, float]] = await self.answers(pending, self.update_timeout_s)
         return answers[0]
 
     async def answers(self, pending: Sequence[Awaitable[T]], timeout_s: float | None) -> list[T]:
-        """Await a call of the ranks from 0 on, see `call`."""
         return await asyncio.gather(*(call(f"trainer rank {n}", p, timeout_s) for n, p in enumerate(pending)))
 
 
 def start_ranks(config: RunConfig, model_path: str | None, claim: Claim | None = None) -> RemoteRanks:
-    """Place the trainer ranks."""
     # Ray sets OMP_NUM_THREADS to the actor's CPUs otherwise; threads that spin would take the cores from the engines.
     threads = config.trainer.threads or len(os.sched_getaffinity(0))
     options = rank_placement(config).options({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})

@@ -84,7 +84,6 @@ class RolloutActor:
         await self.rewards.start()
 
     def target(self) -> Rollouter:
-        """The rollouter, once it has started."""
         return self.rollouter
 
     async def ledger_state(self) -> Mapping[str, object]:
@@ -96,7 +95,6 @@ class RolloutActor:
         return self.prompts.canary()
 
     async def close(self) -> None:
-        """End the reward workers."""
         await self.rewards.close()
 
 
@@ -145,7 +143,6 @@ def start_rollouter(
     ledger: Mapping[str, object] | None,
     version: int,
 ) -> RemoteRollouter:
-    """Place the rollouter."""
     shell = ray.remote(RolloutActor).options(max_concurrency=MAX_CALLS, **service_placement(config).options())
     actor = shell.remote(config, model_path, engines, queue, ledger, version, os.getcwd())
     return RemoteRollouter(actor)

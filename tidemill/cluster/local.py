@@ -110,7 +110,6 @@ def keep_sigterm_handler() -> Iterator[None]:
 
 
 def cluster_resources() -> dict[str, float]:
-    """Total resources of the connected Ray cluster: `CPU`, `GPU`, `memory`, ..."""
     import ray
 
     resources: dict[str, float] = ray.cluster_resources()
@@ -118,7 +117,6 @@ def cluster_resources() -> dict[str, float]:
 
 
 def start_ray(config: RunConfig) -> None:
-    """Start Ray on this machine; it ends with this process."""
     import ray
 
     try:
@@ -150,7 +148,6 @@ def job_config() -> Any:
 
 
 def join_ray(provider: str) -> None:
-    """Join the cluster at RAY_ADDRESS."""
     import ray
 
     address = os.environ.get("RAY_ADDRESS")

@@ -92,11 +92,6 @@ def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[int]:
 
 
 def write_owner(lock: int, text: str) -> None:
-    """Write into a lock file who holds it.
-
-    Raises:
-        RunError: it cannot be written, for example because the disk is full.
-    """
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, text.encode(), 0)
@@ -105,11 +100,7 @@ def write_owner(lock: int, text: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent ends (Linux; elsewhere nothing happens).
-
-    Raises:
-        RunError: the kernel refuses.
-    """
+    """Make this process the parent of every descendant whose own parent ends (Linux; elsewhere nothing happens)."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -118,12 +109,10 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Every living descendant of this process."""
     return [process for process in psutil.Process().children(recursive=True) if is_alive(process)]
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -170,7 +159,6 @@ def end_descendants(grace_s: float, spare: int | None = None) -> int:
 
 
 def signal_process(process: psutil.Process, *, kill: bool) -> None:
-    """Send SIGKILL or SIGTERM, if the process still exists."""
     try:
         process.kill() if kill else process.terminate()
     except psutil.NoSuchProcess:

@@ -47,17 +47,7 @@ T = TypeVar("T")
 
 
 class VllmEngine:
-    """One vLLM replica; see `protocols.Engine` for its methods.
-
-    Args:
-        model_path: Hugging Face folder.
-        rollout: sampling and memory settings.
-        max_prompt_tokens: longest prompt.
-        seed: of the sampler.
-        weight_transport: `sync.transport`.
-        keep_prefix_cache: `sync.keep_prefix_cache`.
-        control_timeout_s: for calls that vLLM answers at once.
-    """
+    """One vLLM replica; see `protocols.Engine` for its methods."""
 
     def __init__(
         self,
@@ -141,7 +131,6 @@ class VllmEngine:
         await self._llm.update_weight_version(str(self._version))
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        """Sample, see `protocols.Engine.generate`. Cancelling the call aborts the request."""
         self._check_room(request_id, len(prompt_ids), sampling.max_tokens)
         if request_id in self._requests:
             raise EngineError(f"request {request_id} is in flight already")
@@ -325,7 +314,6 @@ class VllmEngine:
             await asyncio.sleep(ABORT_POLL_S)
 
     def _submitted(self) -> list[str]:
-        """Ids of the requests that vLLM holds or is about to hold."""
         return [request_id for request in self._requests.values() for request_id in request.submitted]
 
     async def _load_weights(self, llm: Any, update: WeightUpdate) -> None:
@@ -337,7 +325,7 @@ class VllmEngine:
         self._version = update.version
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
-        """Score, see `protocols.Engine.score`. Prompt log-probs make vLLM compute the whole sequence."""
+        """Prompt log-probs make vLLM compute the whole sequence."""
         request_id = f"score-{next(self._scores)}"
         self._check_room(request_id, len(token_ids), 1)
         options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
@@ -354,7 +342,7 @@ class VllmEngine:
         return self._version
 
     async def stats(self) -> Mapping[str, float]:
-        """Counts of samples, see `protocols.Engine.stats`; those beyond `max_num_seqs` wait."""
+        """Samples beyond `max_num_seqs` wait."""
         samples = sum(len(request.samples) for request in self._requests.values())
         return {
             "running": float(min(samples, self._max_sequences)),
@@ -364,7 +352,6 @@ class VllmEngine:
         }
 
     async def shutdown(self) -> None:
-        """End the engine; returns when no process is left."""
         llm, self._llm = self._llm, None
         self._open.clear()
         for task in (*self._tasks, *filter(None, [self._watcher])):

@@ -22,7 +22,6 @@ def children() -> list[psutil.Process]:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Whether this is the resource tracker; False for a process that has ended."""
     try:
         return any("resource_tracker" in argument for argument in process.cmdline())
     except psutil.NoSuchProcess:
@@ -35,7 +34,6 @@ def resident_bytes() -> int:
 
 
 def memory_of(process: psutil.Process) -> int:
-    """Resident memory of a process; 0 for one that has ended."""
     try:
         return int(process.memory_info().rss)
     except psutil.NoSuchProcess:
@@ -51,18 +49,13 @@ def end_processes(processes: Sequence[psutil.Process], patience_s: float = 10.0)
 
 
 def cause_of_death(ended: Mapping[str, int]) -> str:
-    """Why processes ended unexpectedly, in words.
-
-    Args:
-        ended: exit codes by name; a negative one is the signal that killed the process.
-    """
+    """Why processes ended unexpectedly; `ended` has their exit codes by name, a negative one is the signal."""
     if not ended:
         return "its core stopped working; the engine's log says why"
     return ", ".join(f"its process {name} {ending(code)}" for name, code in ended.items())
 
 
 def ending(code: int) -> str:
-    """How a process ended."""
     if code >= 0:
         return f"ended with exit code {code}"
     if -code not in set(signal.Signals):

@@ -62,7 +62,6 @@ class Sample:
         self.spans.append(VersionSpan(version, start, end))
 
     def completion(self) -> Completion:
-        """As arrays, checked for alignment."""
         return Completion(
             token_ids=np.array(self.token_ids, dtype=np.int32),
             log_probs=np.array(self.log_probs, dtype=np.float32),
@@ -117,11 +116,6 @@ def settled(token_ids: Sequence[int], *, stop: Sequence[str], decode: Decode) ->
 
     vLLM looks for stop strings in the text of one request, so it would miss one that is cut in two. After a cut within
     a character the text of the next request includes its prompt, and vLLM would find stop strings in there.
-
-    Args:
-        token_ids: that were sampled before an abort.
-        stop: strings that end a sample, at least one.
-        decode: tokens to text, special tokens left out.
     """
     tail = UTF8_BYTES * max(map(len, stop))  # no token that has a text is less than a byte
 
@@ -144,7 +138,6 @@ def whole_characters(count: int, text: Callable[[int], str]) -> int:
 
 
 def begins_stop(text: str, stop: Sequence[str]) -> bool:
-    """Whether a text ends with the beginning of a stop string."""
     return any(text.endswith(word[:n]) for word in stop for n in range(1, len(word)))
 
 

@@ -19,12 +19,7 @@ SINGLE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def engine_environment(rollout: RolloutConfig, gpus: int = 0) -> dict[str, str]:
-    """Environment variables of the engine's process, which must be set before vLLM is imported.
-
-    Args:
-        rollout: the settings of the run.
-        gpus: of the engine, which may run on another machine.
-    """
+    """Environment variables of the engine's process, which must be set before vLLM is imported."""
     import torch
 
     threads = rollout.threads or len(os.sched_getaffinity(0))
@@ -71,11 +66,12 @@ def engine_settings(model_path: str, rollout: RolloutConfig, max_prompt_tokens: 
         "scheduling_policy": "priority",
         "disable_log_stats": True,
     }
-    return settings | (cpu_settings(rollout, context) if device == "cpu" else gpu_settings(rollout))
+    if device == "cpu":
+        return settings | cpu_settings(rollout, context)
+    return settings | {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
 def cpu_settings(rollout: RolloutConfig, context: int) -> dict[str, Any]:
-    """Settings that only the CPU backend needs."""
     return {
         "enforce_eager": True,
         # By default vLLM for the CPU runs the model in a process of its own below the scheduler: it takes 1 GiB more
@@ -88,11 +84,6 @@ def cpu_settings(rollout: RolloutConfig, context: int) -> dict[str, Any]:
         "max_num_batched_tokens": max(CPU_STEP_TOKENS, context),
         "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gib * GIB),
     }
-
-
-def gpu_settings(rollout: RolloutConfig) -> dict[str, Any]:
-    """Settings that only a GPU needs."""
-    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
 def context_length(model_path: str, wanted: int) -> int:

@@ -105,7 +105,6 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         """Nothing: `receive_weights` has done everything."""
 
     def shutdown(self) -> None:
-        """Drop the mapped files."""
         self.files.kept.clear()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -157,10 +156,6 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         vLLM skips them as "failed to load". On the CPU the head has a packed copy of its own, which would compute
         logits with the embedding of the first version.
 
-        Args:
-            parameters: the model's, each under all its names.
-            loaded: names that were given a weight.
-
         Raises:
             SyncError: a parameter was given no weight under any name.
         """
@@ -179,5 +174,4 @@ class WorkerExtension:
     weight_transfer_engine: SharedMemoryTransfer
 
     def loaded_version(self) -> int | None:
-        """See `SharedMemoryTransfer.version`."""
         return self.weight_transfer_engine.version

@@ -70,7 +70,6 @@ class RolloutMetrics:
         self._counts: Counter[str] = Counter()
 
     def add_group(self, group: Group, seconds: float) -> None:
-        """Include a finished group, which took `seconds` from its dispatch."""
         lengths = [len(rollout.token_ids) for rollout in group.rollouts]
         rewards = group.rewards
         means: dict[str, float] = {
@@ -116,7 +115,6 @@ class Accounting:
         self._sampled: dict[int, int] = {}  # tokens of every group that is generated and not trained yet, by uid
 
     def too_long(self, uid: int, tokens: int) -> None:
-        """Skip a prompt that is longer than `data.max_prompt_tokens`."""
         limit = self._config.data.max_prompt_tokens
         self._ledger.quarantine(uid, "too_long")
         self.metrics.count("skipped/too_long")
@@ -131,18 +129,12 @@ class Accounting:
         self._queued[uid] = usable_version
 
     def trained(self, uids: Sequence[int]) -> None:
-        """The parameters include these occurrences.
-
-        Raises:
-            RunError: one of them was trained before or never queued.
-        """
         self._ledger.trained(uids)
         for uid in uids:
             self._queued.pop(uid, None)
             self._sampled.pop(uid, None)
 
     def dropped(self, uids: Sequence[int], reason: str) -> None:
-        """These groups were lost through no fault of their prompts, which are issued again."""
         for uid in uids:
             self._ledger.dropped(uid, reason)
             self._queued.pop(uid, None)
@@ -189,12 +181,10 @@ class Accounting:
             self.metrics.count("dropped/stale")
 
     def cancelled(self, uid: int, reason: str) -> None:
-        """A group was cancelled before it was finished; its prompt is issued again."""
         self.metrics.count(f"cancelled/{reason}")
         self.dropped([uid], reason)
 
     def wasted(self, tokens: int) -> None:
-        """Count tokens that were sampled and will not be trained."""
         if tokens:
             self.metrics.count("wasted_tokens", tokens)
 

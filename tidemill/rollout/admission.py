@@ -62,13 +62,11 @@ class Admission:
         return self._start_order.choose(self._ledger.upcoming(min(self._per_version, places)), now)
 
     def start(self, uid: int) -> None:
-        """Start the occurrence that `next` returned."""
         passed = takewhile(lambda other: other != uid, self._ledger.upcoming(self._per_version))
         self._start_order.start(uid, passed)
         self._ledger.dispatched(uid)
 
     def capacity(self, in_flight: Collection[int]) -> int:
-        """Number of groups that may start beside those in flight."""
         return self.policy.capacity(self.version, len(in_flight), self.accepted(in_flight))
 
     def accepted(self, in_flight: Collection[int]) -> int:
@@ -77,7 +75,6 @@ class Admission:
         return self._trained() + sum(not self.too_old(version) for version in waiting)
 
     def too_old(self, version: int) -> bool:
-        """Whether a token of this version is too old to be trained."""
         return too_old(version, self.version, self.policy.max_staleness)
 
     def must_cancel(self, started: int, newest: int) -> bool:
@@ -90,7 +87,6 @@ class Admission:
         return self.too_old(self.policy.usable_version(started, newest))
 
     def complete(self) -> bool:
-        """Whether all steps of the run are trained."""
         return self._ledger.trained_count >= self._wanted
 
     def exhausted(self, in_flight: Collection[int]) -> bool:

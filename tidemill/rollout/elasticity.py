@@ -38,7 +38,6 @@ class Elasticity:
     _versions: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=VERSIONS))
 
     def step(self, seconds: float, trainer_idle: float, rollouter_idle: float) -> None:
-        """Add an optimizer step and the shares of its time that either side was idle."""
         self._seconds += seconds
         self._waited += seconds * trainer_idle
         self._idle += seconds * rollouter_idle

@@ -20,18 +20,13 @@ RESOLUTION_S = 0.02
 
 
 class LoadMeter:
-    """How many requests each engine has in flight, over time.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """How many requests each engine has in flight, over time."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._changes: dict[EngineId, list[tuple[float, int]]] = {}
 
     def note(self, engine: EngineId, requests: int) -> None:
-        """The engine has this many requests from now on."""
         changes, now = self._changes.setdefault(engine, []), self._clock()
         if changes and now - changes[-1][0] < RESOLUTION_S:
             changes[-1] = (changes[-1][0], requests)
@@ -83,12 +78,10 @@ class EnginePool:
         return len(self._open())
 
     def add(self, engine_id: EngineId, engine: Engine) -> None:
-        """Add an engine that is ready for requests."""
         self._engines[engine_id] = PooledEngine(engine_id, engine)
         self._change()
 
     def remove(self, engine_id: EngineId) -> int:
-        """Forget an engine; returns how many requests it has answered, 0 for an unknown one."""
         pooled = self._engines.pop(engine_id, None)
         return 0 if pooled is None else pooled.finished
 
@@ -98,13 +91,11 @@ class EnginePool:
             self._engines[engine_id].kept_version = version
 
     def uncordon(self, engine_id: EngineId) -> None:
-        """Send a cordoned engine new requests again."""
         if engine_id in self._engines:
             self._engines[engine_id].kept_version = None
             self._change()
 
     def kept_version(self, engine_id: EngineId | None) -> int | None:
-        """The version of a cordoned engine; None for any other."""
         pooled = None if engine_id is None else self._engines.get(engine_id)
         return None if pooled is None else pooled.kept_version
 
@@ -205,7 +196,6 @@ class EnginePool:
         changed.set()
 
     async def _while(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait while a condition holds, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while condition():

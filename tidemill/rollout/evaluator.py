@@ -87,12 +87,7 @@ class Evaluator:
         return Evaluation(version, score, tuple(answers), {name: n for name, n in skipped.items() if n})
 
     async def _outcomes(self, prompts: Sequence[Prompt], version: int, engine: EngineId | None) -> list[Outcome]:
-        """Answer concurrently; after engine crashes, first generate the prompts that must run alone.
-
-        Raises:
-            EngineLostError: the named engine is lost.
-            EngineError: too many prompts crash their engine.
-        """
+        """Answer concurrently; after engine crashes, first generate the prompts that must run alone."""
         self.crashes.check()
         outcomes: dict[int, Outcome] = {}
         while left := [p for p in prompts if outcomes.get(p.row) is None and not self.crashes.quarantined(p.row)]:
@@ -105,11 +100,7 @@ class Evaluator:
     async def _answer_concurrently(
         self, prompts: Sequence[Prompt], version: int, engine: EngineId | None
     ) -> dict[int, Outcome]:
-        """Outcomes by row; once a prompt must run alone, no further request starts and the rest are None.
-
-        Raises:
-            EngineLostError: the named engine is lost.
-        """
+        """Outcomes by row; once a prompt must run alone, no further request starts and the rest are None."""
         per_engine = self._config.rollout.concurrent_samples_per_replica
         slots = asyncio.Semaphore(per_engine * (1 if engine else max(1, len(self._engines))))
 
@@ -204,20 +195,17 @@ class Evaluator:
 
 
 def skip_reason(outcome: Outcome) -> str:
-    """Why a prompt has no answer."""
     if isinstance(outcome, RewardError):
         return "reward_timeout" if isinstance(outcome, RewardTimeoutError) else "reward_error"
     return "kills_engine"
 
 
 def no_answer_error(outcomes: Sequence[Outcome]) -> TidemillError:
-    """The error of an evaluation in which no prompt has an answer."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
     return errors[-1] if errors else EngineError(f"all {len(outcomes)} held-out prompts crash their engine")
 
 
 def check_version(prompt: Prompt, completion: Completion, version: int) -> None:
-    """Refuse an answer with a token of another version than `version`."""
     found = sorted({span.version for span in completion.versions} - {version})
     if found:
         raise EngineError(

@@ -74,11 +74,6 @@ class FailureStreak:
         self._too_long = 0
 
     def too_long(self, limit: int) -> None:
-        """A prompt has more than `limit` tokens.
-
-        Raises:
-            DataError: all prompts have.
-        """
         self._too_long += 1
         if self._too_long >= self._rows:
             raise DataError(f"every prompt is longer than data.max_prompt_tokens = {limit}; raise it")
@@ -99,7 +94,6 @@ class CrashQuarantine:
         self._in_a_row: list[int] = []
 
     def must_wait(self, uid: int, in_flight: Iterable[GroupRequest]) -> bool:
-        """Whether an occurrence may not start beside these requests."""
         others = [request.uid for request in in_flight if request.stage == "generating"]
         return bool(others) and any(map(self._must_run_alone, [uid, *others]))
 
@@ -184,7 +178,6 @@ class HeldOutCrashQuarantine:
             )
 
     def take_quarantined(self, engine: EngineId) -> int:
-        """How many prompts were quarantined for the crash of this engine, since the last call."""
         return self._quarantined_by.pop(engine, 0)
 
 

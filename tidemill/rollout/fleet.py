@@ -139,13 +139,11 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
-        """The engines that are at work."""
         return list(self._members.values())
 
     async def publish(
         self, version: int, mode: PauseMode, exported: Callable[[], None] = lambda: None
     ) -> Mapping[str, float]:
-        """Publish a version to the members, see `Synchronizer.publish`; engines that are lost are replaced."""
         self._mode = mode
         adopted = await self._synchronizer.publish(self._adopting, version, mode, exported)
         for engine_id, error in adopted.lost.items():
@@ -158,7 +156,6 @@ class Fleet:
         return {member.id: member for member in self.members if member.id not in lost | {self._spare}}
 
     async def reserve_spare(self) -> EngineId | None:
-        """Take an engine out of rotation and publications, so that it keeps its version; None if it is the only one."""
         if len(self._members) < 2:
             return None
         self._spare = self.members[-1].id
@@ -252,7 +249,6 @@ class Fleet:
             loss.set_result(why)
 
     async def _keep(self, slot: EngineId, member: Member) -> None:
-        """Watch one slot for as long as the run goes on."""
         while True:
             why = await self._until_lost(member)
             self._notice(f"{member.id} is lost and will be replaced; its groups are generated again. {why}")
@@ -260,7 +256,6 @@ class Fleet:
             member = await self._replace(slot, why, finished)
 
     async def _until_lost(self, member: Member) -> str:
-        """Wait until an engine is lost; returns why."""
         loss = self._losses[member.id]
         probe = asyncio.create_task(self._probe(member))
         try:

@@ -85,7 +85,6 @@ class GroupRequest:
 
     @property
     def request_id(self) -> str:
-        """`UID.N`, unique in a process."""
         return f"{self.uid}.{self.number}"
 
 
@@ -200,12 +199,10 @@ def group_seed(seed: int, uid: int, failures: int) -> int:
 
 
 def token_count(completions: Sequence[Completion]) -> int:
-    """Sampled tokens of a group."""
     return sum(len(completion.token_ids) for completion in completions)
 
 
 async def abort_request(engine: Engine, request_id: str, timeout_s: float) -> None:
-    """Abort a request; log a warning if the engine refuses or does not answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             await engine.abort([request_id])

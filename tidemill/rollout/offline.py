@@ -58,11 +58,6 @@ class SingleEngine:
         self.pool = EnginePool({})
 
     async def start(self) -> None:
-        """Start the engine.
-
-        Raises:
-            EngineError: it could not.
-        """
         await self._engine.start()
         self.pool.add(next(self._ids), self._engine)
 
@@ -71,10 +66,6 @@ class SingleEngine:
 
     async def during(self, work: Coroutine[Any, Any, T], take_quarantined: Callable[[EngineId], int]) -> T:
         """Do some work on the pool, and replace an engine that dies meanwhile.
-
-        Args:
-            work: on the pool.
-            take_quarantined: number of prompts that were quarantined because they crashed an engine.
 
         Raises:
             EngineError: the next engine does not start, or one after the other dies without finishing anything.
@@ -157,16 +148,6 @@ def generate_text(
 
 
 def check_context(context: int | None, longest: int, max_new_tokens: int) -> None:
-    """Refuse a request that the engine would refuse after its start.
-
-    Args:
-        context: tokens that the model can attend to; None if it does not say.
-        longest: tokens of the longest prompt, including the chat template.
-        max_new_tokens: of the answer.
-
-    Raises:
-        ConfigError: both together are longer.
-    """
     if context is None or longest + max_new_tokens <= context:
         return
     if longest >= context:
@@ -179,7 +160,6 @@ def check_context(context: int | None, longest: int, max_new_tokens: int) -> Non
 
 
 async def complete(model_path: str, prompt_ids: Sequence[Int32Array], sampling: Sampling) -> list[Completion]:
-    """Start an engine, answer all prompts concurrently, end the engine."""
     longest = max((len(ids) for ids in prompt_ids), default=1)
     engine = VllmEngine(model_path, RolloutConfig(max_new_tokens=sampling.max_tokens), longest, 0, "shared_memory")
     await engine.start()

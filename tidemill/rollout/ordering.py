@@ -58,11 +58,9 @@ class StartOrder:
         self._usable_s = math.inf  # of a version and the eta after it
 
     def __len__(self) -> int:
-        """Number of prompts that are deferred and have not started yet."""
         return len(self._deferred) + len(self._due)
 
     def finished(self, uid: int, started: float, now: float) -> None:
-        """The group of this occurrence is generated and scored."""
         self._seconds[self._row(uid)] = now - started
         self._longest = max(self._longest, now - started)
         self._finished[uid] = now

@@ -250,17 +250,11 @@ class Rollouter:
     # ---- the engines
 
     async def add_engine(self, engine_id: EngineId, engine: Engine) -> None:
-        """Use one more engine, which must have the newest version."""
         self._engines.add(engine_id, engine)
         self._accounting.metrics.count("engines_joined")
         self._resize()
 
     async def remove_engine(self, engine_id: EngineId, reason: str, drain_s: float = 0.0) -> int:
-        """Send no more groups to an engine; those not finished in time are dropped for `reason` and issued again.
-
-        Returns:
-            Number of requests that it had answered, plus the prompts that were quarantined because they crashed it.
-        """
         await self.cordon_engine(engine_id)
         if drain_s:
             await self._engines.drained(engine_id, drain_s)
@@ -276,20 +270,14 @@ class Rollouter:
         return finished + sum(counted.take_quarantined(engine_id) for counted in crashes)
 
     async def cordon_engine(self, engine_id: EngineId) -> None:
-        """Send no more groups to an engine, which gets no newer version and finishes the groups that it has.
-
-        Only an evaluation that names the engine still uses it.
-        """
         self._engines.cordon(engine_id, self._admission.version)
         self._resize()
 
     async def uncordon_engine(self, engine_id: EngineId) -> None:
-        """Send groups to the engine again, which has the newest version."""
         self._engines.uncordon(engine_id)
         self._resize()
 
     async def lost_engines(self) -> Mapping[EngineId, str]:
-        """Why, by engine, for those that do not work any more and are to be removed."""
         return self._engines.lost()
 
     def _resize(self) -> None:
@@ -330,16 +318,10 @@ class Rollouter:
         self._drop(uids, reason)
 
     async def ledger_state(self) -> Mapping[str, object]:
-        """JSON value for `Ledger.restore`.
-
-        Raises:
-            RunError: the ledger is out of balance.
-        """
         self.ledger.check()
         return self.ledger.state()
 
     async def evaluate(self, version: int, engine: EngineId | None = None) -> Evaluation:
-        """As `Evaluator.evaluate`; the weights must stay at `version` meanwhile."""
         try:
             return await self._evaluator.evaluate(version, engine)
         finally:

@@ -3,7 +3,7 @@
 runs/NAME/attempts/2/events/000000004096.jsonl      segments of growing files, by the offset of the first byte
 runs/NAME/attempts/2/log/000000000000.txt
 runs/NAME/attempts/2/stop.json                      asks the attempt to stop after the current step
-runs/NAME/attempts/2/summary.json, evaluation.json  its results; or failure.json
+runs/NAME/attempts/2/summary.json, evaluation.json  its results (`observe.report.Summary`); or failure.json
 runs/NAME/attempts/2/verdict.txt                    why no other attempt follows
 """
 
@@ -25,27 +25,22 @@ class Attempt:
 
     @property
     def prefix(self) -> str:
-        """Folder of all objects."""
         return f"runs/{self.run}/attempts/{self.number}"
 
     @property
     def events(self) -> str:
-        """Folder of the segments of `events.jsonl`."""
         return f"{self.prefix}/events"
 
     @property
     def log(self) -> str:
-        """Folder of the segments of `log.txt`."""
         return f"{self.prefix}/log"
 
     @property
     def stop(self) -> str:
-        """Request to stop; see `ask_to_stop`."""
         return f"{self.prefix}/stop.json"
 
     @property
     def summary(self) -> str:
-        """`observe.report.Summary`, after the training."""
         return f"{self.prefix}/summary.json"
 
     @property
@@ -55,16 +50,13 @@ class Attempt:
 
     @property
     def failure(self) -> str:
-        """`driver.failure.Failure`, if the attempt failed."""
         return f"{self.prefix}/failure.json"
 
     @property
     def verdict(self) -> str:
-        """Reason why no attempt follows this one, in words, if the watcher has decided this."""
         return f"{self.prefix}/verdict.txt"
 
     def ask_to_stop(self, store: ObjectStore, reason: str) -> None:
-        """Ask the attempt to stop after the current step."""
         store.put_bytes(self.stop, json.dumps({"reason": reason}).encode())
 
     def asked_to_stop(self, store: ObjectStore) -> str | None:

@@ -59,7 +59,6 @@ class Manifest:
     parts: tuple[StoredObject, ...]
 
     def to_json(self) -> bytes:
-        """The stored JSON."""
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
@@ -111,13 +110,9 @@ class Checkpoints:
         return self.store.uri(self.commit_prefix(version))
 
     def check_lease(self) -> None:
-        """Refuse to write for an attempt that a newer one has replaced.
+        """Refuse an attempt that a newer one has replaced.
 
-        The lease may still be lost between this check and the next write. That commit is then complete, belongs to an
-        older attempt, and is removed by the next commit of the newer one.
-
-        Raises:
-            CheckpointError: naming the newer attempt.
+        The lease may still be lost before the next write: that commit is complete, and the newer attempt removes it.
         """
         if self.fence is not None:
             self.fence.check()
@@ -163,9 +158,12 @@ class Checkpoints:
                 return version, self.verify(version, tensors=tensors)
             except CheckpointError as error:
                 log.warning("%s; falling back to the commit before it", error)
-        if versions:
-            raise self.nothing_intact(versions)
-        return None
+        if not versions:
+            return None
+        raise CheckpointError(
+            f"none of the checkpoints {versions} below {self.store.uri(self.prefix)} is intact: "
+            "restore the bucket, or start over under another run name"
+        )
 
     def verify(self, version: int, *, tensors: bool) -> dict[str, Any]:
         """Verify the checksums of all parts of a commit, or of its state alone; returns the state.
@@ -200,7 +198,6 @@ class Checkpoints:
         return sorted((v for v in self.folders(keys) if self.manifest_key(v) in keys), reverse=True)
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a commit."""
         key = self.manifest_key(version)
         if not self.store.exists(key):
             raise CheckpointError(f"there is no checkpoint {self.store.uri(self.commit_prefix(version))}")
@@ -227,7 +224,6 @@ class Checkpoints:
         return manifest
 
     def parse_state(self, manifest: Manifest, data: bytes) -> dict[str, Any]:
-        """The run's state from the content of its part."""
         if not data:
             raise CheckpointError(f"checkpoint {self.store.uri(manifest.folder)} has no {STATE}")
         state: dict[str, Any] = json.loads(data)
@@ -252,7 +248,6 @@ class Checkpoints:
             log.warning("checkpoint %d is committed, but older ones could not be deleted: %s", current.version, error)
 
     def is_left_over(self, key: str, current: Manifest) -> bool:
-        """Whether a key belongs to another commit of the version of `current`."""
         mine = key.startswith(f"{self.commit_prefix(current.version)}/")
         kept = key.startswith(f"{current.folder}/") or key == self.manifest_key(current.version)
         return mine and not kept
@@ -263,19 +258,11 @@ class Checkpoints:
         return {int(match[1]) for match in matches if match}
 
     def commit_prefix(self, version: int) -> str:
-        """Folder of a commit."""
         return f"{self.prefix}/{version:08d}"
 
     def manifest_key(self, version: int) -> str:
         """Key of the manifest, whose existence makes the commit."""
         return f"{self.commit_prefix(version)}/{MANIFEST}"
-
-    def nothing_intact(self, versions: list[int]) -> CheckpointError:
-        """Every commit is damaged: only a person can decide to start over."""
-        return CheckpointError(
-            f"none of the checkpoints {versions} below {self.store.uri(self.prefix)} is intact: "
-            "restore the bucket, or start over under another run name"
-        )
 
 
 def take_name(config: RunConfig) -> bool:
@@ -311,7 +298,6 @@ def remove_partial_transfers(config: RunConfig) -> None:
 
 
 def encode_state(state: Mapping[str, object]) -> bytes:
-    """`state` as JSON."""
     try:
         return json.dumps(state).encode()
     except (TypeError, ValueError) as error:
@@ -320,13 +306,11 @@ def encode_state(state: Mapping[str, object]) -> bytes:
 
 @contextmanager
 def open_checkpoints(config: RunConfig, claim: Claim | None = None) -> Iterator[Checkpoints]:
-    """The checkpoints of a run in its configured store."""
     with open_store(config.store, config.output) as store:
         yield Checkpoints(store, config.name, config.checkpoint.keep, claim)
 
 
 def check_same(part: StoredObject, got: StoredObject, uri: str) -> None:
-    """Compare a downloaded part with the committed one."""
     if (got.nbytes, got.sha256) != (part.nbytes, part.sha256):
         raise CheckpointError(
             f"checkpoint part {uri} is damaged: {got.nbytes} bytes with SHA-256 {got.sha256}, "

@@ -13,7 +13,6 @@ SOURCES = ("train", "held_out")
 
 
 def local_files(config: RunConfig) -> dict[str, Path]:
-    """The files of this machine that the keys of `data` name."""
     named = {key: source for key in SOURCES if (source := config.data.model_dump()[key]) is not None}
     return {key: Path(source) for key, source in named.items() if "://" not in source}
 

@@ -75,7 +75,6 @@ class JournalWriter:
             log.warning("the end of %s did not reach %s", self.path, self.store.uri(self.prefix))
 
     def run(self) -> None:
-        """Upload until the journal is closed and complete."""
         while True:
             closing = self.closing.is_set()
             complete = self.upload(to_the_end=closing)
@@ -126,25 +125,17 @@ class JournalWriter:
         return bool(data)
 
     def key(self, offset: int) -> str:
-        """Key of the segment that begins at `offset`."""
         return f"{self.prefix}/{offset:012d}{self.path.suffix}"
 
 
 @dataclass(slots=True)
 class JournalReader:
-    """Reads a journal piece by piece; a new reader continues at the `offset` of an earlier one.
-
-    Attributes:
-        store: holds the segments.
-        prefix: folder of the segments.
-        offset: of the next byte; 0 reads from the beginning.
-        last: key of the last segment that was read; empty before the first.
-    """
+    """Reads a journal piece by piece; a new reader continues at the `offset` of an earlier one."""
 
     store: ObjectStore
     prefix: str
-    offset: int = 0
-    last: str = ""
+    offset: int = 0  # of the next byte
+    last: str = ""  # key of the last segment that was read
 
     def read(self) -> bytes:
         """The bytes added since the last call, or since `offset`; may be empty.
@@ -180,11 +171,6 @@ class JournalReader:
 
 
 def start_of(segment: ListedObject) -> int:
-    """Offset of its first byte.
-
-    Raises:
-        StoreError: its name is not an offset.
-    """
     number = segment.key.rpartition("/")[2].partition(".")[0]
     if not number.isdecimal():
         raise StoreError(f"{segment.key} is no segment of a journal")
@@ -192,5 +178,4 @@ def start_of(segment: ListedObject) -> int:
 
 
 def end_of(segment: ListedObject) -> int:
-    """Offset behind its last byte."""
     return start_of(segment) + segment.nbytes

@@ -54,22 +54,15 @@ class Lease:
 
     @classmethod
     def parse(cls, data: bytes, uri: str) -> Lease:
-        """Read the result of `to_bytes`.
-
-        Raises:
-            StoreError: it is something else.
-        """
         try:
             return cls(**json.loads(data))
         except (ValueError, TypeError) as error:
             raise StoreError(f"{uri} is no lease of a run: {error}. Delete it once no attempt is left") from error
 
     def to_bytes(self) -> bytes:
-        """The stored JSON."""
         return json.dumps(asdict(self)).encode()
 
     def is_of(self, claim: Claim) -> bool:
-        """Whether the claim holds it."""
         return (self.attempt, self.owner) == (claim.attempt, claim.owner) and not self.released
 
 
@@ -83,7 +76,6 @@ class Fence:
 
     @property
     def uri(self) -> str:
-        """Address of the lease."""
         return self.store.uri(lease_key(self.run))
 
     def read(self) -> tuple[Lease | None, TaggedContent | None]:
@@ -92,15 +84,10 @@ class Fence:
         return (None if seen is None else Lease.parse(seen.data, self.uri)), seen
 
     def write(self, lease: Lease, seen: TaggedContent | None) -> bool:
-        """Replace the lease that was seen; False if another process changed it."""
         return self.store.put_if_unchanged(lease_key(self.run), lease.to_bytes(), seen)
 
     def check(self) -> None:
-        """Refuse an attempt that no longer holds the lease.
-
-        Raises:
-            CheckpointError: naming the attempt that holds it.
-        """
+        """Refuse an attempt that no longer holds the lease."""
         lease, _ = self.read()
         if lease is None or not lease.is_of(self.claim):
             raise CheckpointError(f"attempt {self.claim.attempt} of {self.run} may not commit: {held(lease)}")
@@ -129,7 +116,6 @@ class Fence:
 
 
 def held(lease: Lease | None) -> str:
-    """The holder of a lease, in words."""
     if lease is None:
         return "its lease was removed"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.time))
@@ -164,12 +150,10 @@ def reserve(store: ObjectStore, run: str) -> bool:
 
 
 def lease_key(run: str) -> str:
-    """Key of the lease of a run."""
     return f"runs/{run}/lease"
 
 
 def remove_lease(store: ObjectStore, run: str) -> None:
-    """Remove the lease, if it exists."""
     store.delete(lease_key(run))
 
 

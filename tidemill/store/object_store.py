@@ -86,7 +86,6 @@ class Patience(urllib3.Retry):
         _pool: ConnectionPool | None = None,
         _stacktrace: TracebackType | None = None,
     ) -> Self:
-        """The retries that are left after an attempt; see `urllib3.Retry.increment`."""
         left = super().increment(method, url, response, error, _pool, _stacktrace)
         if isinstance(error, ReadTimeoutError) and left.total is not None:
             left.total = max(0, left.total - (self.SILENCE - 1))
@@ -100,7 +99,6 @@ class HashingReader:
         self.file, self.digest = file, hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes."""
         data = self.file.read(size)
         self.digest.update(data)
         return data
@@ -130,11 +128,9 @@ class ObjectStore:
         return cls(make_client(endpoint_url, access_key, secret_key, patient=True), endpoint_url, bucket)
 
     def uri(self, key: str) -> str:
-        """`s3://bucket/key`."""
         return f"s3://{self.bucket}/{key}"
 
     def put_file(self, key: str, path: Path) -> StoredObject:
-        """Upload a file in parts."""
         try:
             with path.open("rb") as file:
                 return self.put_stream(key, file, path.stat().st_size)
@@ -148,7 +144,6 @@ class ObjectStore:
         return self.put_stream(key, io.BytesIO(data), len(data))
 
     def put_stream(self, key: str, file: BinaryIO, nbytes: int) -> StoredObject:
-        """Upload `nbytes` from an open file."""
         reader = HashingReader(file)
         with self.explained(self.uri(key)):
             self.client.put_object(
@@ -231,7 +226,6 @@ class ObjectStore:
 
     @contextmanager
     def opened(self, key: str, offset: int = 0) -> Iterator[BaseHTTPResponse]:
-        """The response with an object from `offset` on."""
         response = self.client.get_object(bucket_name=self.bucket, object_name=key, offset=offset)
         try:
             yield response
@@ -287,7 +281,6 @@ class ObjectStore:
         return True
 
     def delete(self, key: str) -> None:
-        """Remove an object, if it exists."""
         with self.explained(self.uri(key)):
             self.client.remove_object(bucket_name=self.bucket, object_name=key)
 
@@ -303,7 +296,6 @@ class ObjectStore:
 
     @contextmanager
     def explained(self, subject: str) -> Iterator[None]:
-        """Turn the errors of the client into one message for the user."""
         try:
             yield
         except S3Error as error:
@@ -319,7 +311,6 @@ class ObjectStore:
 
 
 def explanation(error: S3Error, subject: str) -> StoreError:
-    """The answer of the server, and what to do about it."""
     answer = f"{subject}: {error.code}: {error.message}"
     if error.code in REFUSED:
         return StoreRefusedError(

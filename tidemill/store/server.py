@@ -39,7 +39,6 @@ def open_store(config: StoreConfig, output: Path) -> Iterator[ObjectStore]:
 
 
 def store_folder(output: Path) -> Path:
-    """Folder of the embedded server of an output folder."""
     return output / "store"
 
 
@@ -74,7 +73,6 @@ def start_server(folder: Path) -> ServerInfo:
 
 
 def stop_server(folder: Path) -> bool:
-    """Stop the server of `folder`; returns False if none is running."""
     if not folder.is_dir():
         return False
     folder = folder.resolve()
@@ -87,7 +85,6 @@ def stop_server(folder: Path) -> bool:
 
 
 def make_folder(folder: Path) -> Path:
-    """Create the folder of a server; returns its absolute path."""
     folder = folder.resolve()
     try:
         (folder / "data").mkdir(parents=True, exist_ok=True)
@@ -112,7 +109,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_last(folder: Path) -> bool:
-    """Whether no process is inside an `embedded_store` block for `folder`."""
     with (folder / "users.lock").open("w") as users:
         try:
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)

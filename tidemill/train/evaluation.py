@@ -57,11 +57,7 @@ class Validation:
         return self._task is not None and self._spare is None
 
     async def begin(self, step: int, version: int) -> None:
-        """Evaluate the current version of the engines; returns at once unless the mode is `blocking`.
-
-        Raises:
-            TidemillError: the previous evaluation failed.
-        """
+        """Evaluate the current version of the engines; returns at once unless the mode is `blocking`."""
         await self.settle()
         if self.mode == "blocking":
             self.evaluated(step, await self.generation.evaluate(version))
@@ -70,17 +66,12 @@ class Validation:
         self._task = asyncio.create_task(self._score(step, version, self._spare))
 
     async def settle(self) -> None:
-        """Wait for the running evaluation; every answer has its own deadline.
-
-        Raises:
-            TidemillError: the evaluation failed.
-        """
+        """Wait for the running evaluation; every answer has its own deadline."""
         if self._task is not None:
             await self._task
             self._task = None
 
     async def cancel(self) -> None:
-        """Cancel the running evaluation, because training failed."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

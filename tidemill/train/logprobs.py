@@ -69,7 +69,6 @@ class TokenLogProbs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> Tensor:
-        """`[K]` log-probs, chunk by chunk."""
         scaled, head = (hidden.float() / temperature).to(hidden.dtype), weight.to(hidden.dtype)
         log_probs = torch.empty(len(predictor), device=hidden.device)
         kept = []

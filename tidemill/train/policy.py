@@ -84,7 +84,6 @@ class PolicyRank:
         )
 
     def wrap(self, model: Any) -> Network:
-        """The model on the device of this rank, sharded if there are several ranks."""
         network = Network(model, self.dtype)
         if self.world.size == 1:
             return network.to(self.device)
@@ -202,7 +201,6 @@ class PolicyRank:
         return log_probs
 
     def to_device(self, array: NDArray[Any]) -> Tensor:
-        """An array as a tensor on the device of the model."""
         return torch.tensor(array, device=self.device)  # a copy, because Ray's arrays are read-only
 
     def step(self, rate: float) -> float:
@@ -247,7 +245,6 @@ class PolicyRank:
         return scores
 
     def save_model(self, folder: str | Path) -> None:
-        """Write a bfloat16 Hugging Face folder, which transformers and vLLM load without conversion."""
         write_folder(self.written(folder), self.model_path, self.parameters)
 
     def save_state(self, folder: str | Path) -> None:
@@ -255,7 +252,6 @@ class PolicyRank:
         state.save_state(self.written(folder), self.parameters, self.optimizer, self.updates)
 
     def written(self, path: str | Path) -> Path | None:
-        """The path on rank 0, which writes; None on the other ranks."""
         return Path(path) if self.world.rank == 0 else None
 
     def load_state(self, folder: str | Path) -> None:

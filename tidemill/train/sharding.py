@@ -62,7 +62,6 @@ class World:
             )
 
     def destroy_process_group(self) -> None:
-        """Disconnect from the other ranks."""
         if self.size > 1:
             dist.destroy_process_group()
 
@@ -141,7 +140,6 @@ class RankZeroValues:
                     setattr(module, name, value)
 
     def received(self, tensor: Tensor) -> Tensor:
-        """The tensor with rank 0's values, on the device of this rank."""
         device = self.world.device
         if self.world.rank == 0:
             value = tensor.detach().to(device).contiguous()
@@ -152,7 +150,6 @@ class RankZeroValues:
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers of a module without those of its children."""
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 

@@ -75,11 +75,6 @@ def fill(tensors: Any, parameters: Parameters, optimizer: torch.optim.Optimizer)
 
 
 def check_fits(folder: Path, shapes: Mapping[str, tuple[int, ...]], parameters: Parameters) -> None:
-    """Refuse the state of another model.
-
-    Raises:
-        CheckpointError: naming the first parameters that differ.
-    """
     prefix = "parameter."
     given = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

@@ -145,7 +145,6 @@ class Trainer:
                 self.syncs.cancel()
 
     async def fit_steps(self) -> None:
-        """All steps, and the sync after the last one."""
         while self.position.step < self.config.trainer.steps and self.stop.reason is None:
             timings = Timings()
             with timings.phase("step"):
@@ -258,11 +257,7 @@ class Trainer:
         return [mask_stale(group, self.position.version, asynchrony.max_staleness) for group in groups]
 
     def check_age(self, groups: Sequence[Group]) -> None:
-        """The last guard of the staleness bound; admission and queue already enforce it.
-
-        Raises:
-            RunError: a group is too old, or newer than the trainer.
-        """
+        """The last guard of the staleness bound; admission and queue already enforce it."""
         bound = self.config.asynchrony.max_staleness
         for group in groups:
             age = group.age(self.position.version)
@@ -284,7 +279,6 @@ class Trainer:
         ]
 
     def advance(self, groups: Sequence[Group]) -> None:
-        """Count a finished step."""
         position = self.position
         position.step += 1
         position.unsynced += 1
@@ -301,22 +295,18 @@ class Trainer:
             await self.unless_stopped(self.begin_version(), immediate=True)
 
     async def begin_version(self) -> None:
-        """Export the parameters as the next version; they may change after this."""
         await self.syncs.begin(self.position.version + 1)
         self.position.version, self.position.unsynced = self.position.version + 1, 0
 
     async def wait_for_adoption(self) -> None:
-        """Wait until generation goes on with the newest version; an immediate stop does not wait."""
         await self.unless_stopped(self.syncs.settle(), immediate=True)
 
     async def finish_evaluation(self, timings: Timings) -> None:
-        """Wait for an evaluation on engines that would adopt the next version."""
         if self.validation.holds_sync:
             with timings.phase("evaluate"):
                 await self.wait_for_evaluation()
 
     async def wait_for_evaluation(self) -> None:
-        """Wait for the score under way; an immediate stop does not wait."""
         await self.unless_stopped(self.validation.settle(), immediate=True)
 
     async def evaluate_and_checkpoint(self, timings: Timings) -> None:
@@ -338,7 +328,6 @@ class Trainer:
                 await self.commit(replace(self.position, seconds=self.position.seconds + timings.elapsed))
 
     async def queue_and_rollout_metrics(self) -> Metrics:
-        """The statistics of queue and rollouter, under their metric names."""
         queue, rollout = await asyncio.gather(self.queue.stats(), self.generation.stats())
         # Nothing is leased between two steps.
         metrics = {f"queue/{name}": value for name, value in queue.items() if name != "leased"}
@@ -348,7 +337,6 @@ class Trainer:
 
 
 def trained_tokens(groups: Sequence[Group]) -> int:
-    """Number of response tokens that are not masked."""
     return sum(group.trained_tokens for group in groups)
 
 

@@ -185,7 +185,6 @@ def split(branches: Sequence[Branch], max_tokens: int) -> list[list[Branch]]:
 
 
 def pack_row(branches: Sequence[Branch]) -> PackedRow:
-    """List the tree of sorted branches depth first."""
     tokens: list[Int32Array] = []
     positions: list[Int32Array] = []
     targets: list[Targets] = []
@@ -208,7 +207,6 @@ def pack_row(branches: Sequence[Branch]) -> PackedRow:
 
 
 def common_start(one: Int32Array, other: Int32Array) -> int:
-    """Length of the common prefix of two sequences."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length

@@ -42,7 +42,6 @@ class VersionStart:
             self.version, self.step = version, 0
 
     def leave(self) -> None:
-        """An optimizer step is done."""
         self.step += 1
 
     def forget(self) -> None:
@@ -51,7 +50,6 @@ class VersionStart:
 
     @property
     def done(self) -> float:
-        """Share of the version's optimizer steps that are done."""
         return self.step / self.steps
 
     @property
@@ -72,7 +70,6 @@ class VersionStart:
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Within the context, the network computes with the version's start."""
         assert self.copies, f"version {self.version} has more than its {self.steps} steps"
         try:
             self.assign({name: self.copies[parameter] for name, parameter in self.parameters.items()})

@@ -53,7 +53,6 @@ class WeightSync:
 
     @property
     def under_way(self) -> bool:
-        """Whether the adoption of the newest version has not ended."""
         return self._adoption is not None and not self._adoption.done()
 
     async def begin(self, version: int) -> None:
@@ -75,17 +74,14 @@ class WeightSync:
             self._adoption = None
 
     def cancel(self) -> None:
-        """Cancel the adoption under way, if there is one, because the run fails."""
         if self._adoption is not None:
             self._adoption.cancel()
 
     def take(self) -> dict[str, float]:
-        """The metrics of the adoptions that ended since the last call, aggregated."""
         reports, self._reports = self._reports, []
         return aggregate(reports)
 
     def take_intervals(self) -> list[Interval]:
-        """The intervals of the adoptions that ended since the last call, for the timeline."""
         taken = self._timings.intervals.copy()
         self._timings.intervals.clear()
         return taken

@@ -131,7 +131,6 @@ def take_default(done: Conversion, key: str, value: Any, origin: str) -> None:
 
 
 def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
-    """Convert one setting, list it as left out, or refuse it."""
     shown = f"{key} = {value.why if isinstance(value, Unresolved) else value}{origin}"
     rule = rule_of(key)
     if isinstance(rule, LeftOut):
@@ -157,12 +156,10 @@ def take(done: Conversion, key: str, value: Any, origin: str = "") -> None:
 
 
 def allowed(rule: Part) -> str:
-    """The values that `fits` accepts, in words."""
     return " or ".join(rule.words) or ("True or False" if bool in rule.kinds else "a number of at least 0")
 
 
 def fits(rule: Part, value: Any) -> bool:
-    """Whether `combined` can use a value."""
     if rule.words or not rule.kinds:
         return not rule.kinds or value in rule.words
     number = isinstance(value, rule.kinds) and isinstance(value, bool) == (bool in rule.kinds)
@@ -170,7 +167,6 @@ def fits(rule: Part, value: Any) -> bool:
 
 
 def become(done: Conversion, rule: Becomes, shown: str, value: Any) -> None:
-    """Convert a setting that has a counterpart of its own."""
     if value is None:
         done.refused[shown] = "only a value; verl has one by default"
         return
@@ -225,11 +221,6 @@ def old_log_probs(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_engines(known: Mapping[str, Any]) -> int:
-    """The number of engines.
-
-    Raises:
-        ConfigError: the GPUs do not divide evenly among them.
-    """
     key = f"{ROLLOUT}tensor_model_parallel_size"
     gpus, each = known["rollout.nnodes"] * known["rollout.n_gpus_per_node"], known[key]
     if not 1 <= each <= gpus or gpus % each:
@@ -271,7 +262,6 @@ def punish_overlong(done: Conversion, known: Mapping[str, Any], place: str) -> N
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key as nested mappings."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *sections, name = key.split(".")

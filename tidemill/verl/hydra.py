@@ -92,7 +92,6 @@ def read_file(path: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def apply(settings: dict[str, Any], word: str) -> None:
-    """Apply one word of the command to `settings`."""
     option, _, name = word.partition("=")
     if option in OPTIONS:
         if not OPTIONS[option].fullmatch(name):
@@ -131,7 +130,6 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """A value of an override as Hydra reads it."""
     if "${" in text:
         inside = text[0] in "[{"
         return Unresolved(f"{text}, which refers to other settings inside a list") if inside else text
@@ -144,15 +142,7 @@ def parse(text: str) -> Any:
 
 
 def resolved(value: Any, key: str, known: Mapping[str, Any], environment: Mapping[str, str], depth: int = DEPTH) -> Any:
-    """A value with its references replaced by what they refer to, and `~/` by the home folder.
-
-    Args:
-        value: as it was read.
-        key: of the value; relative references such as `${.name}` start there.
-        known: all settings.
-        environment: variables for `${oc.env:NAME}`.
-        depth: references that may still be followed.
-    """
+    """A value with its references replaced by what they refer to, and `~/` by the home folder."""
     if isinstance(value, list | dict) and "${" in str(value):
         return Unresolved(f"{value}, which refers to other settings inside a list")
     if not isinstance(value, str):
@@ -174,7 +164,6 @@ def resolved(value: Any, key: str, known: Mapping[str, Any], environment: Mappin
 
 
 def referred(reference: str, key: str, known: Mapping[str, Any], environment: Mapping[str, str], depth: int) -> Any:
-    """The value that `${reference}` stands for."""
     function = FUNCTION.fullmatch(reference)
     name = function["argument"].strip() if function else reference
     default = parse(function["default"].strip()) if function and function["default"] is not None else None

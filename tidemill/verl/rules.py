@@ -10,12 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Becomes:
-    """The setting has a counterpart.
-
-    Attributes:
-        key: of Tidemill.
-        convert: verl's value to ours, None to leave ours out; raises ValueError with what is allowed.
-    """
+    """The setting has a counterpart; `convert` makes our value, and raises ValueError with what is allowed."""
 
     key: str
     convert: Callable[[Any], Any] = lambda value: value
@@ -56,8 +51,6 @@ NUMBER, FLAG = (int, float), (bool,)
 
 
 def at_least(least: int, why: str = "") -> Callable[[Any], int]:
-    """A conversion of whole numbers from `least` on."""
-
     def convert(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"a whole number of at least {least}{why}")
@@ -67,7 +60,6 @@ def at_least(least: int, why: str = "") -> Callable[[Any], int]:
 
 
 def single_file(value: Any) -> str:
-    """The file of a list of one."""
     names = value if isinstance(value, list) else [value]
     if len(names) != 1:
         raise ValueError("one file: put the rows of all files into one")
@@ -80,8 +72,6 @@ def either(values: Iterable[Any]) -> str:
 
 
 def one_of(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """A conversion by a table."""
-
     def convert(value: Any) -> Any:
         if not isinstance(value, Hashable) or value not in table:
             raise ValueError(either(table))
@@ -103,7 +93,6 @@ def limit(value: Any) -> int | None:
 
 
 def slug(value: Any) -> str:
-    """A name with the characters that a run's name may have."""
     return re.sub("[^a-z0-9]+", "-", str(value).lower()).strip("-")[:63].strip("-") or "run"
 
 

@@ -126,12 +126,10 @@ def unplanes(data: Bytes, width: int) -> Bytes:
 
 
 def elements(data: Bytes, width: int) -> NDArray[np.unsignedinteger]:
-    """Bytes as unsigned integers of `width` bytes, without a copy."""
     return data.view(ELEMENTS[width])
 
 
 def compress(data: Bytes) -> bytes:
-    """One zstd frame that states its length."""
     return zstandard.ZstdCompressor(level=LEVEL).compress(data.data)
 
 

@@ -78,10 +78,7 @@ class WeightDownloader:
         self.users.close()
 
     def locked_fetch(self, lock: IO[str], update: WeightUpdate) -> Path:
-        """Download a version, unless another engine has.
-
-        Returns with the lock shared, so that other engines may load the file too and none may delete it.
-        """
+        """Returns with the lock shared, so that other engines may load the file too and none may delete it."""
         path = self.path(location_of(update))
         while not self.found(lock, path, update):
             with self.open_store() as store:
@@ -155,7 +152,6 @@ class WeightDownloader:
         return None if serial is None else location.at(serial)
 
     def path(self, location: Location) -> Path:
-        """The file of a version."""
         return self.folder / f"{location.attempt}-{location.serial:08d}.safetensors"
 
     def delete_all_but(self, path: Path | None) -> None:
@@ -166,7 +162,6 @@ class WeightDownloader:
 
 
 def location_of(update: WeightUpdate) -> Location:
-    """The location of a version in the bucket."""
     return Location.parse(parse_uri(update.path)[1])
 
 
@@ -234,7 +229,6 @@ def receive(store: ObjectStore, version: StoredVersion, data: Bytes) -> None:
 def receive_part(
     store: ObjectStore, version: StoredVersion, number: int, part: Part, where: Mapping[str, Span], data: Bytes
 ) -> None:
-    """Download one part and apply it to its tensors."""
     nbytes = sum(tensor.nbytes for tensor in part)
     key = version.location.part_key(number)
     payload = memoryview(store.get_bytes(key) if nbytes else b"")
@@ -254,7 +248,6 @@ def receive_part(
 
 
 def try_lock(file: IO[Any], kind: int) -> bool:
-    """Take a lock of `kind` if that is possible without waiting."""
     try:
         fcntl.flock(file.fileno(), kind | fcntl.LOCK_NB)
     except BlockingIOError:

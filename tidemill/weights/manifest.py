@@ -54,11 +54,6 @@ class Location:
 
     @classmethod
     def parse(cls, key: str) -> Location:
-        """The location with this key.
-
-        Raises:
-            ChainError: the key has another form.
-        """
         match = LOCATION.match(key)
         if match is None:
             raise ChainError(f"{key} is not the key of a published version: publish the weights again")
@@ -66,7 +61,6 @@ class Location:
 
     @property
     def key(self) -> str:
-        """Its folder."""
         return f"{self.prefix}/{self.attempt}/{self.serial:08d}"
 
     @property
@@ -75,7 +69,6 @@ class Location:
         return f"{self.key}/{MANIFEST}"
 
     def part_key(self, number: int) -> str:
-        """The object of one part."""
         return f"{self.key}/part-{number:04d}"
 
     def at(self, serial: int) -> Location:
@@ -103,15 +96,12 @@ class WeightManifest:
 
     @property
     def stored_bytes(self) -> int:
-        """Size of all parts."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def header_bytes(self) -> bytes:
-        """The header as it is in the file, its length before it."""
         return with_length(self.header.encode())
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """The tensors of all parts."""
         return (tensor for part in self.parts for tensor in part)
 
     def to_bytes(self) -> bytes:
@@ -121,11 +111,6 @@ class WeightManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightManifest:
-        """Parse what `to_bytes` gave.
-
-        Raises:
-            ChainError: it is damaged, or of another format.
-        """
         line, _, body = data.partition(b"\n")
         if line != checksum(body).encode():
             raise ChainError("its manifest is damaged")
@@ -147,12 +132,6 @@ class StoredVersion:
 
     @classmethod
     def load(cls, store: ObjectStore, location: Location) -> StoredVersion:
-        """Read the manifest.
-
-        Raises:
-            ChainError: it is damaged.
-            StoreMissingError: there is none.
-        """
         try:
             return cls(location, WeightManifest.from_bytes(store.get_bytes(location.manifest_key)))
         except ChainError as error:
@@ -160,5 +139,4 @@ class StoredVersion:
 
 
 def weights_prefix(run_name: str) -> str:
-    """Key below which the weights of a run lie."""
     return f"runs/{run_name}/weights"

@@ -85,12 +85,10 @@ class SafetensorsFile:
         return cls(header, parse_header(header, len(data)), data)
 
     def tensor(self, span: Span) -> Bytes:
-        """The bytes of one tensor, not copied."""
         return self.data[span.start : span.stop]
 
 
 def header_bytes(prefix: bytes) -> int:
-    """Length of the header, its own length included."""
     return PREFIX_BYTES + int.from_bytes(prefix, "little")
 
 
@@ -111,7 +109,6 @@ def make_header(tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> tuple
 
 
 def with_length(text: bytes) -> bytes:
-    """The text of a header with its length before it."""
     return len(text).to_bytes(PREFIX_BYTES, "little") + text
 
 
@@ -184,5 +181,4 @@ def check_same(given: Shapes, expected: Shapes, what: str) -> None:
 
 
 def shown(names: list[str]) -> str:
-    """The first few names."""
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

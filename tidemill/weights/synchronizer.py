@@ -42,12 +42,7 @@ Engines = Callable[[], Mapping[EngineId, Engine]]
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What became of a publication.
-
-    Attributes:
-        metrics: see `Synchronizer.publish`.
-        lost: engines that died, or did not answer in time, and why.
-    """
+    """What became of a publication."""
 
     metrics: Mapping[str, float]
     lost: Mapping[EngineId, EngineLostError]
@@ -55,17 +50,11 @@ class Adopted:
 
 @dataclass(slots=True)
 class Recipients:
-    """The engines that one publication reaches.
-
-    Attributes:
-        members: of the fleet.
-        timeout_s: `sync.timeout_s`, of one call.
-        lost: engines that were lost in an earlier step; later steps leave them out.
-    """
+    """The engines that one publication reaches."""
 
     members: Engines
     timeout_s: float
-    lost: dict[EngineId, EngineLostError] = field(default_factory=dict)
+    lost: dict[EngineId, EngineLostError] = field(default_factory=dict)  # in an earlier step; later ones skip them
 
     async def call(self, method: Callable[[Engine], Awaitable[T]], what: str) -> dict[EngineId, T]:
         """Call all engines at once and let every call end, so that no engine is left in the middle of an update.
@@ -199,7 +188,6 @@ class Synchronizer:
             yield
 
     def close(self) -> None:
-        """Free what the transport holds; engines keep the weights they adopted."""
         self._transport.close()
 
     async def _adopt(self, publication: Publication, recipients: Recipients, mode: PauseMode, what: str) -> Publication:
@@ -252,7 +240,6 @@ class Synchronizer:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[None]:
-        """The deadline of a call to the trainer."""
         limit = self._config.timeout_s
         try:
             async with asyncio.timeout(limit):

@@ -70,7 +70,6 @@ def write_tensors(
 
 
 def header_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[bytes, int]:
-    """The header of a file of these tensors, and the size of the file; see `write_tensors`."""
     stored = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
     return make_header(
         (name, NAMES[stored[name]], tensor.shape, tensor.numel() * stored[name].itemsize)
@@ -112,7 +111,6 @@ class Mapped:
         return cls(nbytes, tensors)
 
     def holds(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
-        """Whether it has room for these parameters as `dtype`, and for no others."""
         return self.tensors.keys() == parameters.keys() and all(
             tensor.dtype == dtype and tensor.shape == parameters[name].shape for name, tensor in self.tensors.items()
         )

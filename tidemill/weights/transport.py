@@ -133,7 +133,6 @@ class SharedMemoryTransport:
         return self._newest
 
     def release(self, update: WeightUpdate) -> None:
-        """Keep the file as the spare."""
         Path(update.path).rename(self._spare)
 
     def close(self) -> None:
@@ -142,36 +141,23 @@ class SharedMemoryTransport:
 
 @dataclass(frozen=True, slots=True)
 class ObjectStoreTransport:
-    """`object_store`: the trainer uploads by itself, because it may be on another host.
-
-    Attributes:
-        source: uploads the trainer's weights.
-        store: of the run.
-        prefix: key below which the weights of the run lie.
-        fence: of the run's lease; an attempt that lost it leaves the weights to the attempt that holds it.
-    """
+    """`object_store`: the trainer uploads by itself, because it may be on another host."""
 
     source: WeightSource
     store: ObjectStore
     prefix: str
-    fence: Fence | None = None
+    fence: Fence | None = None  # an attempt that lost the lease leaves the weights to the attempt that holds it
 
     async def export(self) -> None:
         await self.source.write_weights()
 
     async def send(self, version: int) -> Publication:
-        """Upload the version.
-
-        Raises:
-            StoreError: the store failed; the version before is intact.
-        """
         try:
             return await self.source.upload_weights(version)
         except StoreError as error:
             raise type(error)(f"version {version} could not be published through the object store: {error}") from error
 
     async def snapshot(self) -> Publication:
-        """Upload the newest version as a full snapshot; raises as `send`."""
         try:
             return await self.source.upload_snapshot()
         except StoreError as error:
@@ -208,22 +194,12 @@ def writer_lock(path: Path) -> Iterator[bool]:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Refuse to write what will not fit.
-
-    Raises:
-        SyncError: naming the folder, what is needed and what is there.
-    """
     if shutil.disk_usage(folder).free < nbytes:
         raise no_room(folder, nbytes)
 
 
 @contextmanager
 def room_in(folder: Path, nbytes: int) -> Iterator[None]:
-    """Turn a full file system into an error that says what to do.
-
-    Raises:
-        SyncError: as `check_room`.
-    """
     try:
         yield
     except OSError as error:
@@ -233,7 +209,6 @@ def room_in(folder: Path, nbytes: int) -> Iterator[None]:
 
 
 def no_room(folder: Path, nbytes: int) -> SyncError:
-    """The error for a memory-backed folder that cannot take another `nbytes`; 0 is unknown."""
     return SyncError(
         f"no room for the weights in {folder}: {nbytes or 'an unknown number of'} bytes needed, "
         f"{shutil.disk_usage(folder).free} free. Old and new weights lie there together; enlarge /dev/shm "

@@ -65,11 +65,7 @@ class WeightUploader:
         return self.upload(store, version, file, None)
 
     def snapshot(self, store: ObjectStore) -> Publication:
-        """Upload the newest version again, as a full snapshot: for engines that cannot use the stored one.
-
-        Raises:
-            StoreError: as in `publish`.
-        """
+        """Upload the newest version again, as a full snapshot: for engines that cannot use the stored one."""
         assert self.newest is not None
         return self.upload(store, self.newest.version, self.newest.file, None)
 
@@ -133,6 +129,5 @@ def split(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
 
 
 def locations(store: ObjectStore, prefix: str) -> list[Location]:
-    """The location of every publication that has any object, oldest first."""
     keys = {item.key.rpartition("/")[0] for item in store.list(prefix)}
     return [Location.parse(key) for key in sorted(keys)]
