@@ -51,7 +51,7 @@ class Resumed:
         return [e for e in read_events(self.config.folder / "events.jsonl") if isinstance(e, StepFinished)]
 
 
-def settings(folder: Path) -> dict[str, Any]:
+def settings(folder: Path, steps: int = STEPS) -> dict[str, Any]:
     """Prompts of two words, one for which the reward fails and one that is too long; the reward counts even words."""
     rows = [json.dumps({"prompt": f"w{first} w{first + 1}"}) for first in range(5, 37)]
     bad = [json.dumps({"prompt": "w90 w91"}), json.dumps({"prompt": "w3 " * 17})]
@@ -65,7 +65,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "rewards": [{"function": "rewards_of_test:even"}],
         "rollout": {"group_size": 4, "max_new_tokens": 8, "dtype": "float32", "threads": 1},
         "trainer": {
-            "steps": STEPS,
+            "steps": steps,
             "ranks": 2,
             "ppo_mini_batch_size": BATCH,
             "learning_rate": 0.03,  # so that what is learned is many times the noise of a step
@@ -222,7 +222,8 @@ def test_no_process_is_left(resumed: Resumed) -> None:
 
 
 def test_run_outlives_its_engine(tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
+    count = 12
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings(tmp_path, count)))
     with tidemill(tmp_path, "train", "tiny.yaml") as run:
         [events] = [tmp_path / "runs/tiny/events.jsonl"]
         killed_at = wait_for_step(run, events, 4)
@@ -232,9 +233,9 @@ def test_run_outlives_its_engine(tmp_path: Path) -> None:
     assert run.returncode == 0, output
     assert left == []
     steps = [event for event in read_events(events) if isinstance(event, StepFinished)]
-    assert [event.step for event in steps] == list(range(1, STEPS + 1))
+    assert [event.step for event in steps] == list(range(1, count + 1))
     ledger = {name: value for name, value in steps[-1].metrics.items() if name.startswith("ledger/")}
-    assert ledger["ledger/trained"] == STEPS * BATCH
+    assert ledger["ledger/trained"] == count * BATCH
     dropped = sum(value for name, value in ledger.items() if name.startswith("ledger/dropped/"))  # 0 if it was idle
     held = sum(ledger[f"ledger/{place}"] for place in ("trained", "quarantined", "dispatched", "queued"))
     assert ledger["ledger/issued"] == held + dropped

@@ -102,7 +102,7 @@ def export(policy: PolicyRank, path: Path) -> None:
 
 
 def train_rank(folder: str, name: str, rank: int, size: int, port: int) -> None:
-    """What a process runs; the last update has no target on any rank. Only the first rank has the model's weights."""
+    """One case in one process; the last update has no target on any rank. Only the first rank has the weights."""
     root, case = Path(folder), CASES[name]
     policy = case.policy(root / ("model" if rank == 0 else "shapes"), World(rank, size, f"tcp://127.0.0.1:{port}"))
     export(policy, root / "first")
@@ -123,21 +123,54 @@ def train_rank(folder: str, name: str, rank: int, size: int, port: int) -> None:
     policy.close()
 
 
-def run_two(folder: Path, name: str) -> list[dict]:
-    """What both ranks found."""
-    port = free_port()
-    found = "import sys; sys.path.append('../train'); from test_ranks import train_rank as t"
-    code = f"{found}; t(*sys.argv[1:3], *map(int, sys.argv[3:]))"
-    argv = [sys.executable, "-c", code, str(folder), name]
+def train_cases(root: str, rank: str, *ports: str) -> None:
+    """What a process runs: all cases, because its start takes longer than a case."""
+    for name, port in zip(CASES, ports, strict=True):
+        train_rank(f"{root}/{name}", name, int(rank), 2, int(port))
+
+
+def run_two(root: Path) -> None:
+    """Run all cases on two ranks; each leaves what it found in the folder of the case."""
+    ports = [str(free_port()) for _ in CASES]
+    code = "import sys; sys.path.append('../train'); from test_ranks import train_cases; train_cases(*sys.argv[1:])"
+    argv = [sys.executable, "-c", code, str(root)]
     processes = [
-        subprocess.Popen([*argv, str(r), "2", str(port)], cwd=Path(__file__).parents[1] / "rigs") for r in range(2)
+        subprocess.Popen([*argv, str(rank), *ports], cwd=Path(__file__).parents[1] / "rigs") for rank in range(2)
     ]
     try:
         assert [process.wait(timeout=DEADLINE_S) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@dataclass
+class Alone:
+    """What a single rank found, and its policy."""
+
+    policy: PolicyRank
+    gradients: dict[str, torch.Tensor]
+    reports: list[dict[str, float]]
+
+
+def train_alone(folder: Path, case: Case) -> Alone:
+    policy = case.policy(save_llama(folder / "model", tied=case.tied), World())
+    (folder / "shapes").mkdir()
+    shutil.copy(folder / "model/config.json", folder / "shapes")
+    export(policy, folder / "first_alone")
+    found = gradients(policy)
+    reports = train(policy, case, range(2))
+    policy.save_state(folder / "alone")
+    return Alone(policy, found, reports + train(policy, case, range(2, STEPS)))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Alone]]:
+    """The folder with a folder of each case, and what a single rank found."""
+    root = tmp_path_factory.mktemp("ranks")
+    alone = {name: train_alone(root / name, case) for name, case in CASES.items()}
+    run_two(root)
+    return root, alone
 
 
 def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float) -> None:
@@ -148,21 +181,15 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_with_half_the_parameters_each_do_what_one_does(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
-    alone = case.policy(save_llama(tmp_path / "model", tied=case.tied), World())
-    (tmp_path / "shapes").mkdir()
-    shutil.copy(tmp_path / "model/config.json", tmp_path / "shapes")
-    export(alone, tmp_path / "first_alone")
-    wanted = gradients(alone)
-    reports = train(alone, case, range(2))
-    alone.save_state(tmp_path / "alone")
-    reports += train(alone, case, range(2, STEPS))
-    ranks = run_two(tmp_path, name)
-
-    assert (tmp_path / "first").read_bytes() == (tmp_path / "first_alone").read_bytes()
+def test_two_ranks_with_half_the_parameters_each_do_what_one_does(
+    trained: tuple[Path, dict[str, Alone]], name: str
+) -> None:
+    folder, case, single = trained[0] / name, CASES[name], trained[1][name]
+    alone, wanted, reports = single.policy, single.gradients, single.reports
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert (folder / "first").read_bytes() == (folder / "first_alone").read_bytes()
     largest = max(gradient.abs().max().item() for gradient in wanted.values())
-    assert_close(load_file(tmp_path / "gradients"), wanted, 1e-6 * largest)
+    assert_close(load_file(folder / "gradients"), wanted, 1e-6 * largest)
     parameters, padded = stored(alone)
     assert sum(found["stored"][0] for found in ranks) == parameters and padded == 0
     keeps = name == "version_start"
@@ -178,7 +205,7 @@ def test_two_ranks_with_half_the_parameters_each_do_what_one_does(tmp_path: Path
         ]
         assert found["reports"] == near
         assert found["scores"] == pytest.approx(alone.score(TOKENS).tolist(), abs=case.rel)
-    check_files(tmp_path, alone, case)
+    check_files(folder, alone, case)
 
 
 def check_files(folder: Path, alone: PolicyRank, case: Case) -> None:
