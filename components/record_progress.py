@@ -13,5 +13,6 @@ def record_progress(config: str, summary: str) -> None:
         summary: result of `register`; it only orders the steps.
     """
     from tidemill.steps.continual import record_progress as step
+    from tidemill.steps.retries import again
 
-    step(config, summary)
+    again(step)(config, summary)

@@ -6,11 +6,12 @@ import copy
 from dataclasses import replace
 
 import pytest
-from kuberay_rig import Killed, Rig, killed, with_kubernetes
+from kuberay_rig import SUMMARY, Killed, Rig, killed, with_kubernetes
 
 from tidemill.config.names import HEARTBEAT, KFP_RUN_LABEL, RUN_LABEL
 from tidemill.errors import ClusterError, ConfigError, RunError, StoreError, TidemillError
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS
+from tidemill.kuberay.release import release_run
 from tidemill.kuberay.run_status import Owner, owner_reference
 from tidemill.observe.events import read_events
 from tidemill.store.object_store import ListedObject, ObjectStore
@@ -84,11 +85,39 @@ def test_the_number_of_engines_is_left_to_the_autoscaler(rig: Rig) -> None:
     rig.owner = Owner("kfp-2", owner_reference("flow-2", "uid-of-flow-2"))
     rig.config = rig.config.model_copy(update={"rollout": rig.config.rollout.model_copy(update={"engines": 2})})
     assert rig.watcher().provision() == first, "the next pipeline run adopts it"
-    rig.clock.after(60, rig.succeeds)
-    rig.watcher().follow(first)
+    rig.clock.after(40, killed)
+    with pytest.raises(Killed):
+        rig.watcher().follow(first)
     [ray] = rig.cluster.list(RAY_CLUSTERS)
     assert {key: ray["spec"]["workerGroupSpecs"][1][key] for key in scaled} == scaled
     assert rig.operator.job(rig.job())["spec"] == made
+
+
+@pytest.mark.parametrize("forbidden", [False, True])
+def test_a_run_that_has_its_results_gives_its_cluster_back(rig: Rig, forbidden: bool) -> None:
+    """No exit handler runs after KFP's Retry; without the permission the cluster stays for its time to live."""
+    first = rig.watcher().provision()
+    rig.starts()
+    rig.clock.after(60, rig.succeeds)
+    rig.cluster.forbidden = [("delete", RAY_JOBS)] if forbidden else []
+    assert rig.watcher().follow(first).steps == SUMMARY.steps
+    assert (rig.left() == []) is not forbidden
+    said = "the cluster stays for 300 s after its end, because: no permission to delete rayjobs.ray.io"
+    assert (said in rig.output.getvalue()) is forbidden
+    assert (rig.status.fields()["phase"], rig.status.closed()) == ("succeeded", None)
+    assert rig.watcher().follow(first).steps == SUMMARY.steps, "the step is repeated"
+    assert rig.created() == [rig.job()]
+
+
+def test_steps_that_are_retried_after_the_exit_handler_leave_no_cluster(rig: Rig) -> None:
+    """The exit handler does not run again."""
+    rig.owner = Owner("kfp-1")
+    first = rig.watcher().provision()
+    release_run(rig.cluster, rig.config.name, "kfp-1", rig.clock)
+    rig.starts()
+    rig.clock.after(60, rig.succeeds)
+    rig.watcher().follow(first)
+    assert rig.left() == []
 
 
 def test_a_run_that_ended_and_was_deleted_without_a_watcher_has_its_summary(rig: Rig) -> None:

@@ -135,6 +135,14 @@ def test_repeatable_steps_are_retried_and_no_others(name: str) -> None:
 
 
 @EACH
+def test_steps_that_kfp_may_retry_try_again_themselves(name: str) -> None:
+    """A stock KFP retries a step whose pod is lost, and no step that fails."""
+    executors = documents(name)[0]["deploymentSpec"]["executors"]
+    texts = {key.removeprefix("exec-"): str(value["container"]["command"]) for key, value in executors.items()}
+    assert {step for step, text in texts.items() if "again(step" in text} == STEPS[name] - {FIRST[name]}
+
+
+@EACH
 def test_teardown_runs_whatever_happens_and_needs_no_other_step(name: str) -> None:
     task = documents(name)[0]["root"]["dag"]["tasks"]["teardown"]
     assert task["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"

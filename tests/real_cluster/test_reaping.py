@@ -35,8 +35,8 @@ def kfp(admin: KubernetesCluster) -> Iterator[KubernetesCluster]:
     names = {"plural": WORKFLOWS.plural, "kind": "Workflow"}
     spec = {"group": WORKFLOWS.group, "names": names, "scope": "Namespaced", "versions": [version]}
     space.create(DEFINITIONS, {"metadata": {"name": str(WORKFLOWS)}, "spec": spec})
-    text = ACCESS.read_text(encoding="utf-8").replace("namespace: kubeflow", f"namespace: {space.namespace}")
-    for document in yaml.safe_load_all(text.replace("namespace: tidemill", f"namespace: {admin.namespace}")):
+    text = ACCESS.read_text(encoding="utf-8").replace("namespace: tidemill", f"namespace: {admin.namespace}")
+    for document in yaml.safe_load_all(text.replace("namespace: kubeflow", f"namespace: {space.namespace}")):
         if document["metadata"]["name"] == "tidemill-reaper":
             space.create(KINDS[document["kind"]], document)
     yield space

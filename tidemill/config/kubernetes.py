@@ -109,7 +109,7 @@ class KubernetesConfig(Section):
     max_hours: Annotated[float, Field(gt=0, le=87_600, allow_inf_nan=False)] = 168.0
     """The whole cluster is deleted after this time in any case."""
     keep_s: Annotated[int, Field(ge=0, le=31_536_000)] = 300
-    """Seconds that a finished cluster remains, so that its dashboard can be read."""
+    """Seconds that a finished cluster remains if no step of the pipeline is there to delete it."""
     gpu_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Budget of the run over all attempts, GPUs times hours of their pods. When it is used up, the run commits a
     checkpoint, exports the model, ends and says so. Null sets no budget."""

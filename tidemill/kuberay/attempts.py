@@ -151,6 +151,11 @@ class Attempts:
             change["ownerReferences"] = [self.owner.reference]
         self.cluster.patch(RAY_JOBS, name_of(job), {"metadata": change})
 
+    def delete(self) -> None:
+        """Start the deletion of all RayJobs of the run."""
+        for job in self.jobs():
+            self.cluster.delete(RAY_JOBS, name_of(job))
+
     def remove(self, number: int) -> None:
         """Delete the RayJob of an attempt and wait until nothing of it holds a GPU."""
         repeat(lambda: self.cluster.delete(RAY_JOBS, job_name(self.config.name, number)), self.clock)

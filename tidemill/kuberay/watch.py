@@ -17,7 +17,7 @@ from tenacity import RetryCallState
 from tidemill.config.names import HEARTBEAT, STOP, attempt_of, job_name, selector
 from tidemill.config.run import RunConfig
 from tidemill.errors import ClusterError, RunError, StoreError, StoreGapError, TidemillError
-from tidemill.kuberay.attempts import Attempts, ended_at
+from tidemill.kuberay.attempts import Attempts, ended_at, repeat
 from tidemill.kuberay.budget import GpuUsage
 from tidemill.kuberay.cluster import EVENTS, PODS, RAY_JOBS, Cluster, Object, annotations_of, labels_of, seconds
 from tidemill.kuberay.job_state import JobState, Phase, assess
@@ -157,7 +157,18 @@ class Watcher:
             self.record_end(error)
             raise
         self.record(phase=Phase.SUCCEEDED, progress=None, step=summary.steps, error=None)
+        self.release()
         return replace(summary, total_seconds=max(summary.total_seconds, self.usage.seconds))
+
+    def release(self) -> None:
+        """Delete the RayJobs of a run that has its results: no later step needs them, and after KFP's Retry no exit
+        handler runs. A refusal is only reported: KubeRay deletes the cluster after its time to live.
+        """
+        try:
+            repeat(self.attempts.delete, self.attempts.clock)
+        except (ClusterError, RunError) as error:
+            keep_s = self.config.kubernetes.keep_s
+            self.output.write(Notice(f"the cluster stays for {keep_s} s after its end, because: {error}"))
 
     def follow_attempts(self, first: int, number: int) -> Summary:
         last = first + self.config.kubernetes.max_restarts

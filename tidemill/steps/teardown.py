@@ -7,7 +7,7 @@ from functools import partial
 
 from tidemill.config.kubernetes import KubernetesConfig
 from tidemill.config.run import RunConfig
-from tidemill.errors import ConfigError, RunError, StoreError, TidemillError
+from tidemill.errors import ClusterError, ConfigError, RunError, StoreError, TidemillError, is_retryable
 from tidemill.kuberay.release import release_this_pipeline
 from tidemill.steps.provider import provider_of
 from tidemill.steps.request import Request
@@ -37,18 +37,19 @@ def teardown(
         release: releases one run.
 
     Raises:
-        RunError: naming everything that was not released.
+        RunError, ClusterError: naming everything that was not released; RunError if another try may release some of it.
     """
     try:
         configs = list(variant_configs(request, variants)) if variants else [request.settings()]
     except (ConfigError, StoreError):
         configs = []
     namespaces = {KubernetesConfig().namespace, *(config.kubernetes.namespace for config in configs)}
-    problems = []
+    problems: list[TidemillError] = []
     for action in (partial(release_pipeline, request.kfp_run, namespaces), *(partial(release, c) for c in configs)):
         try:
             action()
         except TidemillError as error:
-            problems.append(str(error))
+            problems.append(error)
     if problems:
-        raise RunError("; ".join(problems))
+        kind = RunError if any(map(is_retryable, problems)) else ClusterError
+        raise kind("; ".join(map(str, problems)))
