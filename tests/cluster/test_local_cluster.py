@@ -19,7 +19,7 @@ from tidemill.store.server import store_folder
 SESSION = """
 import os, signal, sys
 import psutil, ray
-from tidemill.cluster.local import ray_session, start_services, stop_services
+from tidemill.cluster.local import cluster_hosts, ray_session, start_services, stop_services
 from tidemill.config.reading import load_config
 
 config = load_config(sys.argv[1], [])
@@ -28,7 +28,7 @@ try:
     with ray_session(config):
         os.kill(os.getpid(), signal.SIGTERM)
         path = ray.remote(lambda: sys.path).remote()
-        print(os.getcwd() in ray.get(path, timeout=200))
+        print(os.getcwd() in ray.get(path, timeout=200), len(cluster_hosts()))
         print(int(ray.cluster_resources()["CPU"]) == os.cpu_count())
         left = psutil.Process().children(recursive=True)
         raise KeyError
@@ -78,7 +78,7 @@ def test_ray_ends_with_its_session_and_keeps_the_signal_handler_and_the_modules_
     example = Path(__file__).parents[2] / "examples/addition.yaml"
     command = [sys.executable, "-c", SESSION, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path)
-    assert done.stdout.split("\n")[:4] == ["asked to end", "False", "True", "True []"]
+    assert done.stdout.split("\n")[:4] == ["asked to end", "False 1", "True", "True []"]
 
 
 def test_runs_of_one_name_below_different_folders_do_not_share_weights(addition: RunConfig, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ NEVER = "checkpoint.every=0"  # no notice of checkpoints
         ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15", "trainer.steps=null"]),
         ("rollout.total_rollout_steps", ["rollout.total_rollout_steps=15"]),
         ("trainer.steps", ["rollout.total_rollout_steps=80"]),
+        ("queue.when_full", ["queue.when_full=drop_oldest"]),
+        ("queue.when_full", ["queue.when_full=drop_oldest", "queue.capacity=32"]),
+        ("queue.when_full", ["queue.when_full=drop_oldest", "asynchrony.staleness_strategy=wait"]),
+        (
+            "queue.when_full",
+            [
+                *("queue.when_full=drop_oldest", "asynchrony.staleness_strategy=drop"),
+                "asynchrony.staleness_threshold=0.5",
+            ],
+        ),
         ("asynchrony.staleness_threshold", ["asynchrony.max_staleness=0", "asynchrony.staleness_threshold=0.5"]),
         ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=drop"]),
         ("asynchrony.staleness_strategy", ["asynchrony.max_staleness=0", "asynchrony.staleness_strategy=mask"]),
@@ -126,6 +137,8 @@ def test_a_setting_without_effect_is_refused_with_a_fix(key: str, overrides: lis
         ["sync.full_every=5", "sync.transport=object_store"],
         ["asynchrony.staleness_strategy=mask", "asynchrony.pause_mode=abort"],
         ["sync.full_every=10"],
+        ["queue.when_full=drop_oldest", "queue.capacity=31"],
+        ["queue.when_full=drop_oldest", "asynchrony.staleness_strategy=drop"],
         ["kubernetes.gpu_resource=null", *ON_KUBERNETES],
         ["kubernetes.runtime_env={pip: [sympy], env_vars: {A: b}}", *ON_KUBERNETES],
     ],
@@ -156,6 +169,43 @@ def test_a_warm_up_that_does_not_end_in_the_run_is_told() -> None:
     [told] = notices(long)
     assert "more than the 8 optimizer steps" in told
     assert "ends at 10% of" in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginning"),
+    [
+        (["rollout.max_new_tokens=32768"], "rollout.group_timeout_s = 600 cancels .* = 32768, unless .* 55 tokens/s"),
+        (["rollout.group_timeout_s=3600"], "trainer.get_timeout_s = 1800 fails the run before .* = 3600"),
+        (["rewards.0.timeout_s=900"], "rewards.0.timeout_s = 900 has no effect: .* rollout.group_timeout_s = 600"),
+        (
+            ["algorithm.clip_ratio_high=0.28", "algorithm.old_log_prob=version_start"],
+            "algorithm.clip_ratio_high = 0.28 has no effect: .* the ratio is 1",
+        ),
+        (
+            ["algorithm.dual_clip=null", "algorithm.old_log_prob=decoupled"],
+            "algorithm.dual_clip = null has no effect: .* the ratio is 1",
+        ),
+        (["asynchrony.trigger_parameter_sync_step=4"], "asynchrony.trigger_parameter_sync_step = 4 with .* = 4: all"),
+        (["trainer.ranks=32"], "trainer.ppo_mini_batch_size = 16 is less than trainer.ranks = 32"),
+    ],
+)
+def test_setting_without_effect_or_with_a_late_one_is_told(overrides: list[str], beginning: str) -> None:
+    [told] = notices(parse(NEVER, *overrides))
+    assert re.match(beginning, told)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.max_new_tokens=8192"],
+        ["rollout.max_new_tokens=32768", "rollout.group_timeout_s=3600", "trainer.get_timeout_s=7200"],
+        ["algorithm.clip_ratio_high=0.28"],
+        [*("algorithm.clip_ratio_high=0.28", "algorithm.old_log_prob=version_start"), "asynchrony.require_batches=2"],
+        ["asynchrony.trigger_parameter_sync_step=2"],
+    ],
+)
+def test_setting_with_an_effect_is_not_told(overrides: list[str]) -> None:
+    assert [*notices(parse(NEVER, *overrides))] == []
 
 
 def test_held_out_prompts_that_are_trained_are_told() -> None:

@@ -7,10 +7,11 @@ import logging
 from typing import Any
 
 import pytest
+from config_rig import parse
 
 import tidemill.driver.run
 from tidemill.actors import placement
-from tidemill.actors.placement import check_gpus
+from tidemill.actors.placement import check_gpus, check_hosts
 from tidemill.config.run import RunConfig
 from tidemill.driver.run import attempt, loaded
 from tidemill.errors import ConfigError, RunError
@@ -55,3 +56,16 @@ async def test_failure_of_the_cleaning_up_is_logged_and_hides_nothing(caplog: py
     with caplog.at_level(logging.WARNING):
         await attempt("stopping the generation", broken())
     assert "stopping the generation failed: RunError('the rollouter died')" in caplog.text
+
+
+def test_settings_for_one_host_are_refused_on_an_existing_cluster_of_several() -> None:
+    s3 = ["sync.transport=object_store", "store.endpoint=http://store:9000"]
+    for settings, key in (([], "sync.transport"), (s3[:1], "store.endpoint"), (s3, None)):
+        config = parse("cluster.provider=existing", *settings)
+        check_hosts(config, {"a"})
+        if key is None:
+            check_hosts(config, {"a", "b"})
+            continue
+        with pytest.raises(ConfigError, match=rf"^{key} = .* on a Ray cluster of 2 hosts.*: a, b\."):
+            check_hosts(config, {"a", "b"})
+    check_hosts(parse(), {"a", "b"})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,27 @@ def check_gpus(config: RunConfig) -> None:
         )
         fix = "Run on more GPUs, or lower one of the three; an engine and a trainer rank never share a GPU."
         raise ConfigError("rollout.engines", rollout.engines, allowed, fix)
+
+
+def check_hosts(config: RunConfig, hosts: Collection[str]) -> None:
+    """Refuse settings that work on one host only on an existing cluster of several.
+
+    Args:
+        config: of the run.
+        hosts: names of the hosts of the cluster.
+
+    Raises:
+        ConfigError: weights or checkpoints would not reach another host.
+    """
+    if config.cluster.provider != "existing" or len(hosts) < 2:
+        return
+    for key, value, refused, allowed in (
+        ("sync.transport", config.sync.transport, "shared_memory", "object_store"),
+        ("store.endpoint", config.store.endpoint, "embedded", "the http(s)://host:port of an S3 server"),
+    ):
+        if value == refused:
+            fix = f"Ray may place engines and trainer on different hosts: {', '.join(sorted(hosts))}."
+            raise ConfigError(key, value, f"{allowed} on a Ray cluster of {len(hosts)} hosts", fix)
 
 
 def demand(config: RunConfig) -> dict[str, float]:

@@ -116,6 +116,13 @@ def cluster_resources() -> dict[str, float]:
     return resources
 
 
+def cluster_hosts() -> set[str]:
+    """Names of the hosts of the connected Ray cluster."""
+    import ray
+
+    return {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+
+
 def start_ray(config: RunConfig) -> None:
     import ray
 

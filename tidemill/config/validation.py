@@ -39,6 +39,8 @@ BOUNDS = {
     "overlong": (-math.inf, 0.0),
 }
 """Smallest and largest value of the built-in reward functions, see `rollout.rewards`."""
+SLOW_TOKENS_S = 20.0
+"""Tokens of one response that a busy engine samples in a second."""
 REWARD_METRICS = ("mean", "std_in_group")
 RAISE_GROUPS = "Raise it, or lower trainer.ppo_mini_batch_size or asynchrony.require_batches."
 
@@ -56,6 +58,7 @@ def check(config: RunConfig) -> None:
 def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     """Every mistake in the settings of a run."""
     yield from amounts(config)
+    yield from full_queue(config)
     yield from staleness(config)
     yield from pauses(config)
     yield from decoupled_loss(config)
@@ -88,6 +91,23 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
             config.trainer.steps,
             f"{total // needed}: rollout.total_rollout_steps = {total} groups fill that many steps of {needed} each",
             "Give one of the two; null leaves the other out.",
+        )
+
+
+def full_queue(config: RunConfig) -> Iterator[ConfigError]:
+    """A policy for a full queue where admission starts fewer groups than the queue holds."""
+    most, bound = math.inf, ""
+    if config.asynchrony.staleness_strategy != "drop":
+        most = config.groups_per_version * (config.asynchrony.max_staleness + 1)
+        bound = f"asynchrony.staleness_strategy = {config.asynchrony.staleness_strategy}"
+    if (threshold := config.max_groups_between_syncs) is not None and threshold < most:
+        most, bound = threshold, f"asynchrony.staleness_threshold = {config.asynchrony.staleness_threshold:g}"
+    if config.queue.when_full == "drop_oldest" and config.queue_capacity >= most:
+        yield ConfigError(
+            "queue.when_full",
+            "drop_oldest",
+            f"block: the queue holds {config.queue_capacity} groups and never fills: {bound} allows {most} at once",
+            "Lower queue.capacity, or leave this out.",
         )
 
 
@@ -274,6 +294,18 @@ def notices(config: RunConfig) -> Iterator[str]:
     )
     if config.data.held_out == config.data.train:
         yield "data.held_out names the prompts of data.train: the held-out score is that of trained prompts"
+    yield from late_deadlines(config)
+    yield from clips_without_effect(config)
+    if 1 < config.trainer.steps <= config.asynchrony.trigger_parameter_sync_step:
+        yield (
+            f"asynchrony.trigger_parameter_sync_step = {config.asynchrony.trigger_parameter_sync_step} with "
+            f"trainer.steps = {config.trainer.steps}: all groups are sampled from the first policy"
+        )
+    if config.trainer.ppo_mini_batch_size < config.trainer.ranks:
+        yield (
+            f"trainer.ppo_mini_batch_size = {config.trainer.ppo_mini_batch_size} is less than trainer.ranks = "
+            f"{config.trainer.ranks}: a rank without a group waits for the others in every optimizer step"
+        )
     if warmup > updates:
         yield (
             f"trainer.warmup_steps = {warmup} is more than the {updates} optimizer steps of the run, whose "
@@ -289,6 +321,42 @@ def notices(config: RunConfig) -> Iterator[str]:
             f"checkpoint.every = {config.checkpoint.every} is more than the {versions} policy versions of the run: its "
             "only checkpoint is the one at the end"
         )
+
+
+def late_deadlines(config: RunConfig) -> Iterator[str]:
+    """Deadlines that end work too early or never."""
+    rollout, waits = config.rollout, config.trainer.get_timeout_s
+    speed = rollout.max_new_tokens / rollout.group_timeout_s
+    if speed > SLOW_TOKENS_S:
+        yield (
+            f"rollout.group_timeout_s = {rollout.group_timeout_s:g} cancels a group with a response of "
+            f"rollout.max_new_tokens = {rollout.max_new_tokens}, unless an engine samples {speed:.0f} tokens/s for "
+            "each response; with many responses at once it is often slower"
+        )
+    if waits <= rollout.group_timeout_s:
+        yield (
+            f"trainer.get_timeout_s = {waits:g} fails the run before rollout.group_timeout_s = "
+            f"{rollout.group_timeout_s:g} cancels a slow group"
+        )
+    for place, reward in enumerate(config.rewards):
+        if is_set(reward, "timeout_s") and reward.timeout_s > rollout.group_timeout_s:
+            yield (
+                f"rewards.{place}.timeout_s = {reward.timeout_s:g} has no effect: scoring a group ends after "
+                f"rollout.group_timeout_s = {rollout.group_timeout_s:g}"
+            )
+
+
+def clips_without_effect(config: RunConfig) -> Iterator[str]:
+    """Clips of a ratio that is always 1."""
+    if config.algorithm.old_log_prob == "rollout" or config.updates_per_version > 1:
+        return
+    for name in ("clip_ratio_low", "clip_ratio_high", "dual_clip"):
+        if is_set(config.algorithm, name):
+            yield (
+                f"algorithm.{name} = {in_yaml(config.algorithm.model_dump()[name])} has no effect: with "
+                f"algorithm.old_log_prob = {config.algorithm.old_log_prob} and one optimizer step for each policy "
+                "version the ratio is 1"
+            )
 
 
 def other_processor(rollout: RolloutConfig, gpus: bool) -> Iterator[str]:

@@ -20,11 +20,18 @@ from functools import partial
 from typing import Any
 
 from tidemill.actors.engine import start_engine
-from tidemill.actors.placement import check_gpus, engine_placement, has_own_pods, service_placement, wait_for_pods
+from tidemill.actors.placement import (
+    check_gpus,
+    check_hosts,
+    engine_placement,
+    has_own_pods,
+    service_placement,
+    wait_for_pods,
+)
 from tidemill.actors.queue import RemoteQueue, start_queue
 from tidemill.actors.ranks import RemoteRanks, start_ranks
 from tidemill.actors.rollouter import RemoteRollouter, start_rollouter
-from tidemill.cluster.local import cluster_resources, ray_session, weights_folder
+from tidemill.cluster.local import cluster_hosts, cluster_resources, ray_session, weights_folder
 from tidemill.config.run import RunConfig
 from tidemill.config.validation import notices, other_processor
 from tidemill.driver.observer import RunObserver
@@ -172,6 +179,7 @@ class Run:
         engines_of_run = counted(config.rollout.engines, "engine")
         observer.phase(f"load {config.model} ({source}) into {engines_of_run} and the trainer")
         check_gpus(config)
+        check_hosts(config, cluster_hosts())
         gpus = engine_placement(config).gpus > 0
         for text in (*notices(config), *other_processor(config.rollout, gpus)):
             observer.notice(text)
