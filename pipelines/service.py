@@ -10,7 +10,7 @@ import tempfile
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -29,6 +29,8 @@ TIMEOUT_S, POLL_S, PATIENCE_S = 10.0, 10.0, 600.0
 BUSY = (0, 408, 429)
 PAGE = 100
 OVER = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+TERMINATION_S = 7200.0
+"""Longest time in which a terminated run ends: its exit handler has an hour."""
 TOKEN = "TIDEMILL_KFP_TOKEN"
 UI_ENDPOINT = "KF_PIPELINES_UI_ENDPOINT"
 FORWARD = "kubectl -n kubeflow port-forward svc/ml-pipeline 8888, then --endpoint http://127.0.0.1:8888"
@@ -43,6 +45,15 @@ class Created:
     """A run or a schedule that KFP has created: its id and the address of its page."""
 
     id: str
+    page: str
+
+
+@dataclass(frozen=True)
+class ScheduledRun:
+    """A run that a schedule has started: its id, its name in KFP, and the address of its page."""
+
+    id: str
+    name: str
     page: str
 
 
@@ -103,20 +114,25 @@ class Service:
     def schedules(self) -> list[Schedule]:
         """All schedules."""
         found: list[Schedule] = []
-        token: str | None = ""
-        while token is not None:
-            page = self.client.list_recurring_runs(page_token=token, page_size=PAGE, namespace=self.namespace)
+        for page in self.pages(self.client.list_recurring_runs):
             for each in page.recurring_runs or []:
                 cron = each.trigger.cron_schedule if each.trigger else None
                 found.append(Schedule(each.recurring_run_id, each.display_name, each.mode, cron.cron if cron else ""))
-            token = page.next_page_token or None
         return found
 
-    def delete_schedule(self, name: str) -> None:
-        """Delete a schedule; runs that it started continue.
+    def pages(self, call: Callable[..., Any], **query: str) -> Iterator[Any]:
+        """All pages of a list."""
+        token: str | None = ""
+        while token is not None:
+            page = call(page_token=token, page_size=PAGE, namespace=self.namespace, **query)
+            yield page
+            token = page.next_page_token or None
+
+    def disable_schedule(self, name: str) -> list[str]:
+        """Disable all schedules of a name, so that they start no further run; returns their ids.
 
         Raises:
-            RunError: it does not exist.
+            RunError: there is none.
         """
         found = self.schedules()
         same = [each.id for each in found if each.name == name]
@@ -124,13 +140,34 @@ class Service:
             names = ", ".join(sorted(each.name for each in found)) or "none"
             raise RunError(f"KFP has no schedule {name!r}; it has: {names}")
         for key in same:
-            self.client.delete_recurring_run(key)
+            self.client.disable_recurring_run(key)
+        return same
 
-    def wait(self, run: str, *, poll_s: float = POLL_S, patience_s: float = PATIENCE_S) -> str:
-        """Wait for the end of a run, however long it takes; returns its state, one of `OVER`.
+    def runs_of(self, schedule: str) -> list[ScheduledRun]:
+        """The runs of a schedule that have not ended."""
+        return [
+            ScheduledRun(each.run_id, each.display_name, self.page("runs", each.run_id))
+            for page in self.pages(self.client.list_runs, filter=equal("recurring_run_id", schedule))
+            for each in page.runs or []
+            if each.recurring_run_id == schedule and each.state not in OVER
+        ]
+
+    def terminate(self, run: str) -> None:
+        """Terminate a run; its exit handler runs."""
+        self.client.terminate_run(run)
+
+    def delete_schedule(self, schedule: str) -> None:
+        """Delete a schedule; KFP deletes the workflows of its runs too, without their exit handlers."""
+        self.client.delete_recurring_run(schedule)
+
+    def wait(
+        self, run: str, *, limit_s: float = math.inf, poll_s: float = POLL_S, patience_s: float = PATIENCE_S
+    ) -> str:
+        """Wait for the end of a run; returns its state, one of `OVER`, or "" if it has not ended.
 
         Args:
             run: id of the KFP run.
+            limit_s: longest wait in seconds.
             poll_s: seconds between two requests.
             patience_s: seconds for which KFP may be unavailable.
 
@@ -142,7 +179,7 @@ class Service:
             state: str = retrying(UnavailableError, patience_s, poll_s)(self.state, run)
             return state if state in OVER else ""
 
-        return wait_for(final_state, math.inf, poll_s)
+        return wait_for(final_state, limit_s, poll_s)
 
     def state(self, run: str) -> str:
         """State of a run."""
@@ -234,9 +271,14 @@ def kfp_errors(endpoint: str) -> Iterator[None]:
         raise RunError(str(error)) from error
 
 
+def equal(key: str, value: str) -> str:
+    """Filter for resources with this value of a field."""
+    return json.dumps({"predicates": [{"operation": "EQUALS", "key": key, "stringValue": value}]})
+
+
 def named(name: str) -> str:
     """Filter for resources with this name."""
-    return json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
+    return equal("display_name", name)
 
 
 def token_of(text: str) -> str | None:

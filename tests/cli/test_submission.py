@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kfp_stub import RUN_ID, Kfp, serving
+from kfp_stub import CREATED, RUN_ID, Kfp, serving
 
 from tidemill.cli.main import main
 from tidemill.steps.request import DEFAULTS
@@ -192,6 +192,38 @@ def test_schedules_are_listed_and_deleted_by_name(kfp: Kfp, run_file: str, capsy
     assert main(["schedule", "--list", *at]) == 0
     assert capsys.readouterr().out == "KFP has no schedule\n"
     assert kfp.schedules == []
+    assert kfp.actions == ["recurringruns/s0:disable", "recurringruns/s0:delete"]
+
+
+def scheduled(kfp: Kfp, *states: str) -> list[str]:
+    """A schedule with a run in these states, one for each request; returns the arguments that delete it."""
+    kfp.schedules = [{"recurring_run_id": "s0", "display_name": "nightly", **CREATED}]
+    for number in range(2):
+        run = {"run_id": RUN_ID, "display_name": f"Run of {number}", "recurring_run_id": f"s{number}", **CREATED}
+        kfp.runs.append(run)
+    kfp.states = list(states)
+    return ["schedule", "--delete", "nightly", "--endpoint", kfp.endpoint]
+
+
+def test_a_schedule_whose_runs_go_on_is_disabled_and_stays(kfp: Kfp, capsys: pytest.CaptureFixture[str]) -> None:
+    """KFP deletes the running workflow with its schedule: no exit handler runs, and the cluster keeps its GPUs."""
+    assert main(scheduled(kfp, "RUNNING")) == 1
+    assert kfp.actions == ["recurringruns/s0:disable"]
+    out = capsys.readouterr().out
+    page = f"{kfp.endpoint}/#/runs/details/{RUN_ID}"
+    assert f"Run of 0 goes on; `tidemill status all` names it ...-1a2b3c4d: {page}\n" in out
+    assert "It is not deleted, because KFP would delete its runs with it. --wait deletes it" in out
+    assert "Run of 1" not in out
+
+
+@pytest.mark.parametrize("option", ["--wait", "--stop"])
+def test_a_schedule_is_deleted_after_its_runs_on_request(
+    option: str, kfp: Kfp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*scheduled(kfp, "RUNNING", "FAILED"), option]) == 0
+    terminated = [f"runs/{RUN_ID}:terminate"] if option == "--stop" else []
+    assert kfp.actions == ["recurringruns/s0:disable", *terminated, "recurringruns/s0:delete"]
+    assert capsys.readouterr().out.endswith("deleted the schedule nightly\n")
 
 
 @pytest.mark.parametrize(
@@ -216,11 +248,19 @@ def test_what_the_first_step_would_refuse_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize(
-    "words", [["--list", "--delete", "a"], ["a.yaml", "--list"], ["--cron", "0 2 * * *"], ["a.yaml"]]
+    "words",
+    [
+        ["--list", "--delete", "a"],
+        ["a.yaml", "--list"],
+        ["--cron", "0 2 * * *"],
+        ["a.yaml"],
+        ["--list", "--wait"],
+        ["--delete", "a", "--wait", "--stop"],
+    ],
 )
 def test_schedule_does_one_thing_at_a_time(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", *words, "--endpoint", "http://127.0.0.1:9"]) == 2
-    assert "allowed is a run file with --cron, or --list, or --delete NAME" in capsys.readouterr().err
+    assert "allowed is a run file with --cron, or --list, or --delete NAME with --wait" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("keys")

@@ -32,5 +32,6 @@ def test_wait_outlives_a_server_that_is_away_for_some_minutes() -> None:
     assert waited(Client("RUNNING", *away, "RUNNING", "SUCCEEDED")) == "SUCCEEDED"
     with pytest.raises(RunError, match="KFP at http://kfp refuses: 401"):
         waited(Client("RUNNING", ApiException(status=401), "SUCCEEDED"))
+    assert Service(Client("CANCELING"), "http://kfp", None).wait("1a2b", limit_s=-1.0) == ""
     with pytest.raises(UnavailableError, match="KFP at http://kfp no longer answers: gone"):
         waited(Client("RUNNING", *away, "SUCCEEDED"), patience_s=-1.0)

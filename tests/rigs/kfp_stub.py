@@ -24,6 +24,7 @@ class Kfp:
         pipelines, versions, experiments, runs, schedules: the resources, as they were created.
         bodies: uploaded pipelines and versions.
         states: states of a run, one for each request; the last one stays.
+        actions: what was done with runs and schedules, as `runs/ID:terminate`, and deletions.
         refusal: HTTP status and message for every request except the health check.
     """
 
@@ -34,6 +35,7 @@ class Kfp:
     schedules: list[dict[str, Any]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     states: list[str] = field(default_factory=lambda: ["SUCCEEDED"])
+    actions: list[str] = field(default_factory=list)
     refusal: tuple[int, str] | None = None
     endpoint: str = ""
 
@@ -42,13 +44,20 @@ class Kfp:
         if path == "healthz":
             return {"multi_user": False}
         if path.startswith("runs/"):
-            state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-            return {**self.runs[-1], "state": state}
+            return {**self.runs[-1], "state": self.state()}
+        if path == "runs":
+            filters = json.loads(query["filter"])["predicates"]
+            wanted = {predicate["key"]: predicate["stringValue"] for predicate in filters}
+            state = self.state()
+            return {"runs": [run | {"state": state} for run in self.runs if wanted.items() <= run.items()]}
         if path.endswith("/versions"):
             return {"pipeline_versions": matching(self.versions, query)}
         lists = {"pipelines": self.pipelines, "experiments": self.experiments, "recurringruns": self.schedules}
         key = "recurringRuns" if path == "recurringruns" else path
         return {key: matching(lists[path], query)}
+
+    def state(self) -> str:
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
     def post(self, path: str, query: dict[str, str], body: bytes) -> dict[str, Any]:
         """Create a resource."""
@@ -64,6 +73,9 @@ class Kfp:
             version |= {"description": query.get("description", ""), **CREATED}
             self.versions.append(version)
             return version
+        if ":" in path:
+            self.actions.append(path)
+            return {}
         sent = json.loads(body)
         created = {
             "experiments": (self.experiments, {"experiment_id": f"e{len(self.experiments)}"}),
@@ -91,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         self.serve("GET", b"")
 
     def do_POST(self) -> None:
-        self.serve("POST", self.rfile.read(int(self.headers["Content-Length"])))
+        self.serve("POST", self.rfile.read(int(self.headers["Content-Length"] or 0)))
 
     def do_DELETE(self) -> None:
         self.serve("DELETE", b"")
@@ -104,6 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         elif not url.path.startswith(API):
             self.answer(404, {})
         elif method == "DELETE":
+            self.kfp.actions.append(f"{path}:delete")
             self.kfp.schedules = [s for s in self.kfp.schedules if s["recurring_run_id"] != path.rpartition("/")[2]]
             self.answer(200, {})
         else:

@@ -151,7 +151,11 @@ def schedule(
     cron: Annotated[str | None, option("TIMES", "start times as a cron expression")] = None,
     name: Annotated[str | None, option("NAME", "name of the schedule  [default: name of the run]")] = None,
     list_: Annotated[bool, flag("--list", "only list the schedules")] = False,
-    delete: Annotated[str | None, option("NAME", "only delete this schedule")] = None,
+    delete: Annotated[
+        str | None, option("NAME", "only disable this schedule, and delete it if none of its runs goes on")
+    ] = None,
+    wait: Annotated[bool, flag("--wait", "with --delete: wait for the end of its runs first")] = False,
+    stop: Annotated[bool, flag("--stop", "with --delete: terminate its runs first")] = False,
     variants: Variants = None,
     prompts: Prompts = None,
     endpoint: KfpEndpoint = None,
@@ -170,7 +174,7 @@ def schedule(
 
       tidemill schedule run.yaml --cron "0 2 * * *" --prompts s3://tidemill/prompts/
       tidemill schedule --list
-      tidemill schedule --delete nightly
+      tidemill schedule --delete nightly --wait
     """
     require("kfp")
     from tidemill.cli import submission
@@ -186,9 +190,10 @@ def schedule(
         store_endpoint,
         context.obj,
     )
-    submission.check_one_action({"a run file": file, "--cron": cron, "--list": list_, "--delete": delete})
+    actions = {"a run file": file, "--cron": cron, "--list": list_, "--delete": delete, "--wait": wait, "--stop": stop}
+    submission.check_one_action(actions)
     if delete:
-        return submission.delete_schedule(options, delete)
+        return submission.delete_schedule(options, delete, wait=wait, stop=stop)
     if file and cron:
         return submission.schedule(file, overrides, options, cron, name)
     return submission.list_schedules(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from tidemill.cli.cron import next_times, six_fields
 from tidemill.config.address import is_server
 from tidemill.config.reading import load_config
 from tidemill.config.run import RunConfig
-from tidemill.errors import ConfigError, StoreError
+from tidemill.errors import ConfigError, RunError, StoreError
 from tidemill.kuberay.manifest import manifests
 from tidemill.rollout.sources import load_rows
 from tidemill.steps.request import DEFAULTS, RUN_ID_LENGTH, Request, entries, short_id
@@ -116,8 +117,14 @@ def check_one_action(given: Mapping[str, object]) -> None:
         ConfigError: it has none or several.
     """
     names = [name for name, value in given.items() if value]
-    if names not in (["a run file", "--cron"], ["--list"], ["--delete"]):
-        allowed = "a run file with --cron, or --list, or --delete NAME"
+    if names not in (
+        ["a run file", "--cron"],
+        ["--list"],
+        ["--delete"],
+        ["--delete", "--wait"],
+        ["--delete", "--stop"],
+    ):
+        allowed = "a run file with --cron, or --list, or --delete NAME with --wait, --stop or neither"
         fix = 'For example: tidemill schedule run.yaml --cron "0 2 * * *"'
         raise ConfigError("schedule", " with ".join(names) or None, allowed, fix)
 
@@ -143,12 +150,59 @@ def list_schedules(options: Options) -> int:
     return 0
 
 
-def delete_schedule(options: Options, name: str) -> int:
-    """Delete a schedule."""
+def delete_schedule(options: Options, name: str, *, wait: bool, stop: bool) -> int:
+    """Delete a schedule once its runs have ended, because KFP deletes the running ones with it and frees nothing.
+
+    Args:
+        options: of KFP.
+        name: of the schedule.
+        wait: wait for the end of the runs; without this and `stop` a schedule with runs is only disabled.
+        stop: terminate the runs.
+
+    Returns:
+        Exit status, 1 if the schedule still exists.
+
+    Raises:
+        RunError: the schedule does not exist, KFP refuses, or a terminated run does not end.
+    """
     with options.connected() as kfp:
-        kfp.delete_schedule(name)
-    print(f"deleted the schedule {name}; runs that it started continue")
+        schedules = kfp.disable_schedule(name)
+        runs = [run for schedule in schedules for run in kfp.runs_of(schedule)]
+    print(f"the schedule {name} is disabled and starts no further run", flush=True)
+    for run in runs:
+        end = "is terminated" if stop else "goes on"
+        print(f"{run.name} {end}; `tidemill status all` names it ...-{short_id(run.id)}: {run.page}", flush=True)
+    if runs and not (wait or stop):
+        print(
+            "It is not deleted, because KFP would delete its runs with it. --wait deletes it after their end, --stop "
+            "terminates them first."
+        )
+        return 1
+    end_runs(options, [run.id for run in runs], stop=stop)
+    with options.connected() as kfp:
+        for schedule in schedules:
+            kfp.delete_schedule(schedule)
+    print(f"deleted the schedule {name}")
     return 0
+
+
+def end_runs(options: Options, runs: list[str], *, stop: bool) -> None:
+    """Wait for the end of KFP runs, or terminate them.
+
+    Raises:
+        RunError: a terminated run does not end.
+    """
+    from tidemill_pipelines.service import TERMINATION_S
+
+    with options.connected() as kfp:
+        for run in runs if stop else ():
+            kfp.terminate(run)
+        for run in runs:
+            if not kfp.wait(run, limit_s=TERMINATION_S if stop else math.inf):
+                raise RunError(
+                    f"KFP run {run} was terminated and has not ended after {TERMINATION_S:.0f} s. Look at its page; "
+                    "the schedule is disabled and not deleted."
+                )
 
 
 def job_of(config: RunConfig, options: Options, parameters: Mapping[str, str], name: str) -> Job:
