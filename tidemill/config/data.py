@@ -41,7 +41,7 @@ class RewardConfig(Section):
     function: Text
     """`exact_number` (the first number in the response against the answer), `math_verify`, `reasoning_gym`, `overlong`
     (soft punishment of long responses, with the options `budget`, `buffer` and `penalty`), or an import path
-    `package.module:function`."""
+    `package.module:function` of an installed module or, after those, of one in the working directory."""
     weight: Number = 1.0
     """Factor in the sum."""
     timeout_s: Seconds = 10.0
