@@ -21,8 +21,8 @@ CONFIGURATION = """# Configuration
 
 A run is one YAML file. `tidemill run FILE key.path=value ...` overrides single keys; a number in the path indexes a
 list (`rewards.0.timeout_s=5`). The value is YAML without comments: a plain text stays as typed, with `#` and line
-breaks. Unknown keys and impossible combinations are refused before anything starts. `examples/` has files to start from,
-and `runs/NAME/config.yaml` holds the settings of a run.
+breaks. Unknown keys and impossible combinations are refused before anything starts. `examples/` has files to start
+from, and `runs/NAME/config.yaml` holds the settings of a run.
 
 `tidemill run --resume NAME key.path=value ...` continues a run with other settings: more `trainer.steps`, another
 learning rate, other engines. A change of a setting that its checkpoints depend on is refused and needs a new run:
