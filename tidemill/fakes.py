@@ -89,7 +89,6 @@ class FakeEngine:
         self.requests: list[tuple[str, Sampling]] = []
 
     async def generate(self, request_id: str, prompt_ids: Int32Array, sampling: Sampling) -> list[Completion]:
-        """Sample one decoding step at a time, see `protocols.Engine.generate`."""
         await self._open.wait()
         self._check_alive()
         self.requests.append((request_id, sampling))
@@ -103,7 +102,6 @@ class FakeEngine:
                 self._idle.set()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests at their next decoding step; unknown ones are ignored."""
         self.aborted.extend(request_ids)
         for request_id in request_ids:
             if request_id in self._running:
@@ -131,7 +129,6 @@ class FakeEngine:
                 self._open.set()
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
-        """`[T-1]` float32, all -ln(vocab)."""
         self._check_alive()
         return np.full(max(0, len(token_ids) - 1), -math.log(self._vocab), dtype=np.float32)
 
@@ -148,7 +145,6 @@ class FakeEngine:
         }
 
     async def shutdown(self) -> None:
-        """Fail the requests in flight and all later calls."""
         self._dead = True
         for aborted in self._running.values():
             aborted.set()
@@ -228,7 +224,6 @@ class FakeEngine:
 
 
 async def first_of(*events: asyncio.Event) -> None:
-    """Wait until one of the events is set."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -7,7 +7,7 @@ in `tests/contracts`. All methods are asynchronous, because every call may cross
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -207,6 +207,25 @@ def evaluation_from_json(text: str) -> Evaluation | None:
         return None if tree is None else Evaluation(**tree | {"answers": tuple(Answer(**a) for a in tree["answers"])})
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"not a score on held-out prompts: {error}") from error
+
+
+class EngineFleet(Protocol):
+    """The engines as the trainer sees them: `rollout.fleet.Fleet`."""
+
+    async def publish(self, version: int, mode: PauseMode, exported: Callable[[], None]) -> Mapping[str, float]:
+        """Bring the trainer's present weights to the engines as `version`, and check the canary; returns the timings.
+
+        `exported` is called once, when the weights may change.
+        """
+        ...
+
+    async def reserve_spare(self) -> EngineId | None:
+        """Take an engine out of rollout and weight syncs; None if it is the only one."""
+        ...
+
+    async def release_spare(self, engine: EngineId) -> None:
+        """Bring an engine to the newest version and return it to rollout."""
+        ...
 
 
 class Generation(Protocol):

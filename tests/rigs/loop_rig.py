@@ -56,7 +56,7 @@ class NoRanks:
 
 @dataclass(repr=False)
 class Loop:
-    """One run. It implements `Ranks`, `Publishing` and `Observer` around the parts, to record their calls.
+    """One run. It implements `Ranks`, `EngineFleet` and `Observer` around the parts, to record their calls.
 
     Attributes:
         steps, syncs: state at the start of each.

@@ -86,11 +86,7 @@ async def wait_for_pods(config: RunConfig, announce: Callable[[str], None], poll
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Refuse a cluster with fewer GPUs than the run needs, where an actor would wait for ever.
-
-    Raises:
-        ConfigError: the cluster has GPUs, and not enough.
-    """
+    """Refuse a cluster with fewer GPUs than the run needs, where an actor would wait for ever."""
     rollout, there = config.rollout, int(cluster_resources().get("GPU", 0))
     needed = rollout.engines * rollout.tensor_parallel_size + config.trainer.ranks
     if 0 < there < needed:

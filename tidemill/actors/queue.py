@@ -61,11 +61,7 @@ def pack(payloads: Sequence[Buffer]) -> list[Buffer | Boxed]:
 
 
 async def unpack(payloads: Sequence[Buffer | Boxed]) -> list[Buffer]:
-    """The packed payloads, as read-only views of the object store; every box is fetched once.
-
-    Raises:
-        RunError: a box is lost, because the process that packed it died.
-    """
+    """The packed payloads, as read-only views of the object store; every box is fetched once."""
     boxes = list({payload.box: None for payload in payloads if isinstance(payload, Boxed)})
     contents = dict(zip(boxes, await asyncio.gather(*(call(PACKER, box) for box in boxes)), strict=True))
     return [contents[payload.box][payload.index] if isinstance(payload, Boxed) else payload for payload in payloads]
@@ -188,11 +184,7 @@ class RemoteQueue:
         return dropped
 
     async def lease(self, count: int, version: int, timeout_s: float) -> Lease[Buffer]:
-        """Lease, see `MessageQueue.lease`; groups that were leased to a cancelled call go back to the head.
-
-        Raises:
-            RunError: the process that put one of the groups has died.
-        """
+        """Groups that were leased to a cancelled call go back to the head."""
         async with self.ticket() as ticket:
             lease: Lease[Any] = await self.wait(ticket, "lease", timeout_s, count, version)
             payloads = await unpack([delivery.payload for delivery in lease.deliveries])
@@ -264,15 +256,7 @@ def pack_deliveries(puts: Sequence[Put]) -> None:
 def start_queue(
     capacity: int, max_staleness: int, when_full: WhenFull, placement: Placement = ANYWHERE, max_waiting: int = 1000
 ) -> RemoteQueue:
-    """Start the queue's actor in the Ray cluster that this process is connected to.
-
-    Args:
-        capacity: see `MessageQueue`, as `max_staleness` and `when_full`.
-        max_staleness: in policy versions.
-        when_full: `block` or `drop_oldest`.
-        placement: of the actor.
-        max_waiting: puts and leases that wait at once; more of them queue up in Ray, control calls pass.
-    """
+    """Start the queue's actor in the Ray cluster that this process is connected to."""
     options = {"max_concurrency": max_waiting, "concurrency_groups": {CONTROL: 16}, **placement.options()}
     shell = ray.remote(**options)(QueueActor)
     actor = shell.remote(capacity, max_staleness, when_full)

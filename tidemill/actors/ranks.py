@@ -198,10 +198,6 @@ class RemoteRanks:
     """The trainer ranks: `train.trainer.Ranks` and `weights.transport.WeightSource`.
 
     All ranks do what needs the parameters. Rank 0 alone does the rest.
-
-    Attributes:
-        actors: of all ranks.
-        update_timeout_s: deadline of an optimizer step.
     """
 
     actors: tuple[Any, ...]

@@ -29,11 +29,7 @@ OBJECT_STORE_BYTES = 512 * 2**20  # groups are small; weights travel beside Ray
 
 
 def start_services(config: RunConfig) -> str:
-    """Start the embedded store if it is used, and connect to the store; returns its endpoint. May be repeated.
-
-    Raises:
-        StoreError: the store does not start or cannot be reached.
-    """
+    """Start the embedded store if it is used, and connect to the store; returns its endpoint. May be repeated."""
     if config.store.endpoint == "embedded":
         start_server(store_folder(config.output))
     with open_store(config.store, config.output) as store:
@@ -175,11 +171,7 @@ def not_joined(address: str, error: Exception) -> RunError:
 
 
 def probe(address: str) -> None:
-    """Connect to `HOST:PORT`, because Ray itself retries for many minutes. `ray://` addresses are not checked.
-
-    Raises:
-        RunError: no server answers.
-    """
+    """Connect to `HOST:PORT`, because Ray itself retries for many minutes. `ray://` addresses are not checked."""
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdecimal():
         return

@@ -290,11 +290,7 @@ class VllmEngine:
                 self._open.set()
 
     async def _holds_old_version(self, llm: Any) -> bool:
-        """Whether all workers hold the version from before the update that failed.
-
-        Raises:
-            EngineLostError: they do not say so in time.
-        """
+        """Whether all workers hold the version from before the update that failed."""
         if self._end("status") is not None:
             return False
         async with self._control("tell the version of its weights"):

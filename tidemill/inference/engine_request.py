@@ -37,10 +37,6 @@ class Sample:
     def extend(self, output: Any, kept: Callable[[Sequence[int]], int] = len) -> None:
         """Append what one vLLM request sampled (`vllm.outputs.CompletionOutput` with flat log-probs).
 
-        Args:
-            output: of the request.
-            kept: how many of the tokens stay after an abort; the others are sampled again.
-
         Raises:
             EngineError: vLLM reports a failure, or does not say which version a token came from.
         """
@@ -72,21 +68,15 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A request to the engine, which vLLM gets as one request a sample.
-
-    Attributes:
-        priority: vLLM serves the smallest first.
-        aborted: whether the caller has aborted it.
-        submitted: ids of the requests that vLLM holds for it now.
-    """
+    """A request to the engine, which vLLM gets as one request a sample."""
 
     request_id: str
     prompt: list[int]
     sampling: Sampling
-    priority: int
+    priority: int  # vLLM serves the smallest first
     samples: list[Sample] = field(default_factory=list)
     aborted: bool = False
-    submitted: set[str] = field(default_factory=set)
+    submitted: set[str] = field(default_factory=set)  # ids of the requests that vLLM holds for it now
 
 
 def sampling_options(sampling: Sampling, index: int, position: int) -> dict[str, Any]:

@@ -43,12 +43,6 @@ def engine_environment(rollout: RolloutConfig, gpus: int = 0) -> dict[str, str]:
 def engine_settings(model_path: str, rollout: RolloutConfig, max_prompt_tokens: int, device: str) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`.
 
-    Args:
-        model_path: Hugging Face folder.
-        rollout: the settings of the run.
-        max_prompt_tokens: longest prompt.
-        device: "cpu" or "cuda", which vLLM was built for.
-
     Raises:
         ConfigError: prompt and response do not fit the model's context.
     """
@@ -87,11 +81,7 @@ def cpu_settings(rollout: RolloutConfig, context: int) -> dict[str, Any]:
 
 
 def context_length(model_path: str, wanted: int) -> int:
-    """Length of the engine's context: `wanted` tokens and one more, which `score` samples and throws away.
-
-    Raises:
-        ConfigError: the model's own context is shorter than `wanted`.
-    """
+    """Length of the engine's context: `wanted` tokens and one more, which `score` samples and throws away."""
     from transformers import AutoConfig
 
     limit = int(AutoConfig.from_pretrained(model_path).get_text_config().max_position_embeddings)

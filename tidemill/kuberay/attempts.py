@@ -101,11 +101,7 @@ class Attempts:
         return number
 
     def continue_with(self, number: int) -> None:
-        """Create the RayJob of a further attempt.
-
-        Raises:
-            ClusterError: the run was ended, or stopped while no attempt existed.
-        """
+        """Create the RayJob of a further attempt."""
         reason = self.status.closed()
         if reason is not None:
             raise ClusterError(f"no further attempt starts: {reason}. Submit the run again to continue it.")
@@ -119,13 +115,7 @@ class Attempts:
             raise ClusterError(f"attempt {number} is deleted: {reason}. Submit the run again to continue it.")
 
     def create(self, number: int) -> None:
-        """Create the RayJob of an attempt, or adopt the existing one; one that is being deleted is waited for.
-
-        Raises:
-            ClusterError: the API server refuses the RayJob.
-            ConfigError: a RayJob of something else has its name.
-            RunError: the old RayJob does not disappear.
-        """
+        """Create the RayJob of an attempt, or adopt the existing one; one that is being deleted is waited for."""
         manifest = ray_job(self.config, number, self.owner)
         workflow = {} if self.owner.workflow is None else {WORKFLOW_ANNOTATION: self.owner.workflow}
         manifest["metadata"]["annotations"] = {HEARTBEAT: f"{self.clock.time():.0f}"} | workflow
@@ -238,11 +228,7 @@ def ended_at(job: Object | None) -> float | None:
 
 
 def repeat(call: Callable[[], T], clock: Clock) -> T:
-    """Repeat an idempotent call while the API server is away, for as long as a removal may take: GPUs depend on it.
-
-    Raises:
-        RunError: the server is away for longer than `REMOVAL_TIMEOUT_S`.
-    """
+    """Repeat an idempotent call while the API server is away, for as long as a removal may take: GPUs depend on it."""
     return retrying(RunError, REMOVAL_TIMEOUT_S, POLL_S, now=clock.time, sleep=clock.sleep)(call)
 
 

@@ -83,19 +83,12 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Why a pod does not run.
-
-    Attributes:
-        reason: the reason in the words of Kubernetes.
-        since: start of the wait, in seconds since 1970.
-        fatal: the error if more waiting cannot help.
-        grace_s: how long the pod may wait in spite of that.
-    """
+    """Why a pod does not run."""
 
     reason: str
-    since: float
-    fatal: str | None = None
-    grace_s: float = GRACE_S
+    since: float  # seconds since 1970
+    fatal: str | None = None  # the error if more waiting cannot help
+    grace_s: float = GRACE_S  # how long the pod may wait in spite of that
 
     def over(self, now: float) -> bool:
         return self.fatal is not None and now - self.since >= self.grace_s

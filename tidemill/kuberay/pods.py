@@ -57,14 +57,7 @@ CHECKPOINT_FIRST = {"preStop": {"exec": {"command": pre_stop.COMMAND}}}
 
 
 def head_template(config: RunConfig, labels: Labels, extra: Mapping[str, str], *, scales: bool) -> Manifest:
-    """The head pod: Ray's services and the driver, no actor.
-
-    Args:
-        config: settings of the run.
-        labels: labels of every pod.
-        extra: environment variables of the head only.
-        scales: whether the autoscaler runs in this pod; only the autoscaler gets a token.
-    """
+    """The head pod: Ray's services and the driver, no actor."""
     container = ray_container(config, config.kubernetes.head, 0, extra, ports=PORTS, lifecycle=CHECKPOINT_FIRST)
     volumes = [*folders(HEAD_SHARED_MEMORY_GIB), *([token_volume()] if scales else [])]
     fields: Manifest = {"terminationGracePeriodSeconds": pre_stop.GRACE_S}

@@ -28,22 +28,13 @@ HEARTBEAT_LIMIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class RunOverview:
-    """A run in the output of `tidemill status`.
-
-    Attributes:
-        run: name of the run.
-        recorded: fields of its ConfigMap, see `run_status.RunStatus`.
-        attempt: number of the newest attempt with a RayJob; None without one.
-        state: state of that attempt.
-        gpus: number of GPUs that its pods hold now.
-        heartbeat_age_s: age of the watcher's last heartbeat in seconds; None without a RayJob.
-    """
+    """A run in the output of `tidemill status`."""
 
     run: str
-    recorded: Mapping[str, str]
-    attempt: int | None
+    recorded: Mapping[str, str]  # fields of its ConfigMap
+    attempt: int | None  # the newest with a RayJob
     state: JobState | None
-    gpus: int
+    gpus: int  # that its pods hold now
     heartbeat_age_s: float | None
 
     @property
@@ -100,11 +91,7 @@ class RunOverview:
 
 
 def look(cluster: Cluster, run: str | None, now: float) -> list[RunOverview]:
-    """The runs of a namespace in order of their names, or one of them.
-
-    Raises:
-        ClusterError, RunError: the cluster refuses a request, or cannot be reached.
-    """
+    """The runs of a namespace in order of their names, or one of them."""
     selected = selector(run)
     pods = cluster.list(PODS, selected)
     jobs = cluster.list(RAY_JOBS, selected)

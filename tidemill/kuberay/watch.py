@@ -192,11 +192,7 @@ class Watcher:
             number = self.attempt_to_watch(number)  # another watcher may have started the next one
 
     def attempt_to_watch(self, first: int) -> int:
-        """The attempt to watch, not before `first`: one with a RayJob, one that has succeeded meanwhile, or a new one.
-
-        Raises:
-            ClusterError: the run was ended or is out of budget, or another watcher recorded that no attempt follows.
-        """
+        """The attempt to watch, from `first` on: one with a RayJob, one that has succeeded meanwhile, or a new one."""
         number = self.attempts.newest()
         if number is not None:
             self.attempts.remove_if_ended(number)
@@ -240,12 +236,7 @@ class Watcher:
             raise RunError(f"{error}\nIts cluster is not removed either: {left}") from error.__cause__
 
     def wait_for_end(self, watched: WatchedAttempt) -> JobState:
-        """Poll an attempt until it is over.
-
-        Raises:
-            RunError, StoreError: API server or store were unreachable for `OUTAGE_S`.
-            ClusterError: the API server refuses a request.
-        """
+        """Poll an attempt until it is over."""
         clock = self.attempts.clock
 
         def report_outage(call: RetryCallState) -> None:

@@ -151,11 +151,7 @@ class Accounting:
         LOG.warning("prompt occurrence %d: %s, %s: %r", uid, failure.reason, outcome, failure.__cause__)
 
     def crashed(self, request: GroupRequest) -> None:
-        """The engine crashed during the request: the prompt is issued again, or quarantined after several crashes.
-
-        Raises:
-            EngineError: as `CrashQuarantine.crashed`.
-        """
+        """The engine crashed during the request: the prompt is issued again, or quarantined after several crashes."""
         if request.engine is not None and self.crashes.crashed(request.uid, request.engine):
             self.metrics.count("skipped/kills_engine")
             LOG.warning(

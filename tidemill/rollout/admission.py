@@ -38,11 +38,7 @@ class Admission:
         self.policy = replace(self.policy, max_concurrent=self._per_engine * engines)
 
     def begin_version(self, version: int, now: float) -> None:
-        """The engines sample from this version from now on.
-
-        Raises:
-            RunError: it goes backwards.
-        """
+        """The engines sample from this version from now on."""
         if version < self.version:
             raise RunError(f"policy version {version} begins after version {self.version}")
         if version > self.version:
@@ -78,12 +74,7 @@ class Admission:
         return too_old(version, self.version, self.policy.max_staleness)
 
     def must_cancel(self, started: int, newest: int) -> bool:
-        """Whether a group in generation can only become too old.
-
-        Args:
-            started: its version.
-            newest: the version that its engine samples from.
-        """
+        """`newest` is the version that its engine samples from."""
         return self.too_old(self.policy.usable_version(started, newest))
 
     def complete(self) -> bool:

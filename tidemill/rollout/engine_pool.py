@@ -127,11 +127,7 @@ class EnginePool:
         return engine_id in self._under_evaluation
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until an engine takes requests.
-
-        Raises:
-            EngineError: none does in time.
-        """
+        """Wait until an engine takes requests."""
         await self._while(lambda: not self._open(), timeout_s)
         if not self._open():
             raise EngineError(f"all engines are lost, and no other one has joined within {timeout_s:g} s")

@@ -50,12 +50,7 @@ class FailureStreak:
         self._failed[RewardError].clear()
 
     def failed(self, uid: int, failure: RequestFailed) -> None:
-        """Count a failure.
-
-        Raises:
-            EngineError: the engines fail for one prompt after the other.
-            RewardError: the reward does.
-        """
+        """Count a failure."""
         kind = ERROR_OF_REASON.get(failure.reason)
         if kind is None:
             return
@@ -165,11 +160,7 @@ class HeldOutCrashQuarantine:
             )
 
     def check(self) -> None:
-        """Make sure that the quarantined prompts are few enough to be the cause of the crashes.
-
-        Raises:
-            EngineError: they are too many.
-        """
+        """Make sure that the quarantined prompts are few enough to be the cause of the crashes."""
         quarantined = sorted(filter(self.quarantined, self._crashes))
         if len(quarantined) >= (FIRST_FAILURES if self._answered else LOSSES):
             raise EngineError(
@@ -223,11 +214,7 @@ class Watchdog:
         self._progress_at = self._clock()
 
     def check(self, in_flight: Iterable[GroupRequest]) -> None:
-        """Check the time since the last finished group. A group that only waits for room in the queue is finished.
-
-        Raises:
-            RunError: naming the occurrences that run longest.
-        """
+        """Check the time since the last finished group. A group that only waits for room in the queue is finished."""
         running = sorted((r for r in in_flight if r.stage != "delivering"), key=lambda request: request.number)
         if not running:
             self.progress()

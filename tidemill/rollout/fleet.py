@@ -285,11 +285,7 @@ class Fleet:
             await member.end()
 
     async def _replace(self, slot: EngineId, why: str, finished: int) -> Member:
-        """Start an engine in place of a lost one, and try again when it fails.
-
-        Raises:
-            EngineError: too many engines of this slot died in a row.
-        """
+        """Start an engine in place of a lost one, and try again when it fails."""
         cause: TidemillError | None = None
         while (losses := self._crashes.lost(slot, finished)) < self._limits.losses:
             try:
@@ -328,12 +324,7 @@ class Fleet:
         self._losses.pop(member.id, None)
 
     async def _is_placed(self, member: Member) -> bool:
-        """Wait until an engine has started; False if it does not in time and other engines are at work.
-
-        Raises:
-            RunError: it does not start in time, and no engine is left.
-            EngineError: it failed.
-        """
+        """Wait until an engine has started; False if it does not in time and other engines are at work."""
         limit = self._limits.start_timeout_s
         try:
             async with asyncio.timeout(limit):

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tidemill.config.rollout import RolloutConfig
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, EngineError
 from tidemill.inference.engine import VllmEngine
 from tidemill.models.locate import Locator, context_of
-from tidemill.protocols import Engine, Evaluation, Sampling
+from tidemill.protocols import Evaluation, Sampling
 from tidemill.records import Completion, EngineId, Int32Array
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.evaluator import Evaluator
@@ -29,29 +29,10 @@ SLOT = EngineId(0)
 T = TypeVar("T")
 
 
-class StartableEngine(Engine, Protocol):
-    """An engine that has to be started: `inference.engine.VllmEngine`."""
-
-    async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            EngineError: it could not.
-        """
-        ...
-
-
 class SingleEngine:
-    """A pool of one engine, which is replaced when it dies; evaluations outside of a run need no fleet.
+    """A pool of one engine, which is replaced when it dies; evaluations outside of a run need no fleet."""
 
-    Args:
-        make: returns an engine that is not started yet.
-
-    Attributes:
-        pool: with the present engine.
-    """
-
-    def __init__(self, make: Callable[[], StartableEngine]) -> None:
+    def __init__(self, make: Callable[[], VllmEngine]) -> None:
         self._make, self._engine = make, make()
         self._ids = map(EngineId, itertools.count())
         self._crashes = CrashLoop(time.monotonic)
@@ -94,10 +75,6 @@ class SingleEngine:
 
 async def evaluate_model(config: RunConfig, folder: Path) -> Evaluation:
     """Evaluate a model on `data.held_out` with the run's rewards, on an engine of its own.
-
-    Args:
-        config: of the run.
-        folder: Hugging Face folder of the model.
 
     Raises:
         TidemillError: the engine, a reward function or the data fails.

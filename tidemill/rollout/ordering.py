@@ -38,11 +38,6 @@ class StartOrder:
 
     A prompt is deferred once: in the next version it starts in its place in the data, however long it may take. So
     does a prompt that was never finished. In a synchronous run no group can become too old, and nothing is deferred.
-
-    Args:
-        row: maps an occurrence to its row of the data.
-        rows: number of rows.
-        config: the staleness bounds, and the steps of a version.
     """
 
     def __init__(self, row: Callable[[int], int], rows: int, config: RunConfig) -> None:
@@ -105,9 +100,6 @@ class DeliveryOrder:
     """Lets finished groups into the queue one by one, in an order in which none becomes too old (strategy `wait`).
 
     With another strategy than `wait`, groups go in the order in which they finish.
-
-    Args:
-        policy: says which group may go.
     """
 
     def __init__(self, policy: StalenessPolicy) -> None:

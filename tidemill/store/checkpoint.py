@@ -166,11 +166,7 @@ class Checkpoints:
         )
 
     def verify(self, version: int, *, tensors: bool) -> dict[str, Any]:
-        """Verify the checksums of all parts of a commit, or of its state alone; returns the state.
-
-        Raises:
-            CheckpointError: as `load`.
-        """
+        """Verify the checksums of all parts of a commit, or of its state alone; returns the state."""
         manifest, state = self.complete_manifest(version), io.BytesIO()
         with open(os.devnull, "wb") as nowhere:
             for part in (part for part in manifest.parts if tensors or part.key == STATE):

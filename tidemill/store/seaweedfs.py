@@ -145,11 +145,7 @@ def find_binary() -> str:
 
 
 def wait_ready(folder: Path, info: ServerInfo) -> bool:
-    """Wait for the first answer; False if a port was taken, so that the caller tries others.
-
-    Raises:
-        StoreError: the server ended, or does not answer in time; shows its log.
-    """
+    """Wait for the first answer; False if a port was taken, so that the caller tries others."""
     wait_for(lambda: process_of(folder, info) is None or answers(info), START_TIMEOUT_S, POLL_S)
     if process_of(folder, info) is not None and answers(info):
         return True

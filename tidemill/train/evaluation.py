@@ -13,25 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from tidemill.errors import EngineLostError
-from tidemill.protocols import Evaluation, Generation
+from tidemill.protocols import EngineFleet, Evaluation, Generation
 from tidemill.records import EngineId
 
 Mode = Literal["blocking", "concurrent", "spare"]
-
-
-class Spares(Protocol):
-    """Reserves a spare engine: `rollout.fleet.Fleet`."""
-
-    async def reserve_spare(self) -> EngineId | None:
-        """Take an engine out of rollout and weight syncs; None if it is the only one."""
-        ...
-
-    async def release_spare(self, engine: EngineId) -> None:
-        """Bring an engine to the newest version and return it to rollout."""
-        ...
 
 
 @dataclass(slots=True)
@@ -45,7 +33,7 @@ class Validation:
 
     mode: Mode
     generation: Generation
-    fleet: Spares
+    fleet: EngineFleet
     evaluated: Callable[[int, Evaluation], None]
     notice: Callable[[str], None]
     _task: asyncio.Task[None] | None = field(default=None, repr=False)

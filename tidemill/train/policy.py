@@ -255,11 +255,7 @@ class PolicyRank:
         return Path(path) if self.world.rank == 0 else None
 
     def load_state(self, folder: str | Path) -> None:
-        """Continue from what `save_state` wrote; the updates that follow are those of an uninterrupted run.
-
-        Raises:
-            CheckpointError: a file is missing or broken, or it is the state of another model.
-        """
+        """Continue from what `save_state` wrote; the updates that follow are those of an uninterrupted run."""
         self.updates = state.load_state(Path(folder), self.parameters, self.optimizer)
         self.start.forget()
 

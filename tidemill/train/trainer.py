@@ -20,15 +20,15 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
 from tidemill.observe.meters import Timings
 from tidemill.observe.metrics import aggregate, group_metrics
-from tidemill.protocols import Evaluation, Generation, Lease, Loads, Queue
+from tidemill.protocols import EngineFleet, Evaluation, Generation, Lease, Loads, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.task_group import task_group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, mask_stale, micro_batches, step_denominator
-from tidemill.train.evaluation import Spares, Validation
+from tidemill.train.evaluation import Validation
 from tidemill.train.stop import Stop
 from tidemill.train.tree import PackedRow, pack_group
-from tidemill.train.weight_sync import Publishing, WeightSync
+from tidemill.train.weight_sync import WeightSync
 
 Metrics = dict[str, float]
 T = TypeVar("T")
@@ -42,10 +42,6 @@ class Ranks(Protocol):
     ) -> Mapping[str, float]:
         """One optimizer step over all ranks; returns loss, gradient norm and ratio statistics."""
         ...
-
-
-class EngineFleet(Publishing, Spares, Protocol):
-    """The engines of the run: `rollout.fleet.Fleet`."""
 
 
 class Observer(Protocol):
@@ -187,7 +183,9 @@ class Trainer:
         await self.generation.mark_trained([group.uid for group in groups])
         self.advance(groups)
         if self.sync_is_due:
-            await self.finish_evaluation(timings)
+            if self.validation.holds_sync:
+                with timings.phase("evaluate"):
+                    await self.wait_for_evaluation()
             with timings.phase("sync"):
                 await self.sync_weights()
         return metrics
@@ -300,11 +298,6 @@ class Trainer:
 
     async def wait_for_adoption(self) -> None:
         await self.unless_stopped(self.syncs.settle(), immediate=True)
-
-    async def finish_evaluation(self, timings: Timings) -> None:
-        if self.validation.holds_sync:
-            with timings.phase("evaluate"):
-                await self.wait_for_evaluation()
 
     async def wait_for_evaluation(self) -> None:
         await self.unless_stopped(self.validation.settle(), immediate=True)

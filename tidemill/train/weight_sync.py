@@ -14,25 +14,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tidemill.observe.meters import Interval, Timings
 from tidemill.observe.metrics import aggregate
-from tidemill.protocols import Generation, PauseMode
-
-
-class Publishing(Protocol):
-    """Brings a version to the engines: `rollout.fleet.Fleet`."""
-
-    async def publish(self, version: int, mode: PauseMode, exported: Callable[[], None]) -> Mapping[str, float]:
-        """Export, adopt everywhere, check the canary; returns the timings.
-
-        Args:
-            version: of the trainer's present weights.
-            mode: how engines pause.
-            exported: called once, when the weights may change.
-        """
-        ...
+from tidemill.protocols import EngineFleet, Generation, PauseMode
 
 
 @dataclass(slots=True)
@@ -43,7 +28,7 @@ class WeightSync:
         tasks: run the adoption; a failure there ends all of them.
     """
 
-    fleet: Publishing
+    fleet: EngineFleet
     generation: Generation
     mode: PauseMode
     tasks: asyncio.TaskGroup
@@ -63,11 +48,7 @@ class WeightSync:
         await exported.wait()
 
     async def settle(self) -> None:
-        """Wait until the engines generate with the newest version.
-
-        Raises:
-            TidemillError: its adoption failed.
-        """
+        """Wait until the engines generate with the newest version."""
         if self._adoption is not None:
             await asyncio.wait([self._adoption])  # cancelling this wait does not cancel the adoption
             self._adoption.result()

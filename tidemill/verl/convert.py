@@ -62,11 +62,7 @@ class Conversion:
     rewards: list[dict[str, Any]] = field(default_factory=lambda: [{"function": "math_verify"}])
 
     def yaml(self, settings: Sequence[str]) -> str:
-        """The run file, with notices as comments above it.
-
-        Raises:
-            ConfigError: the settings do not fit together.
-        """
+        """The run file, with notices as comments above it."""
         tree = nested(self.ours)
         tree["data"]["answer_key"] = ANSWER
         tree["rewards"] = self.rewards

@@ -86,13 +86,7 @@ class WeightDownloader:
         return path
 
     def found(self, lock: IO[str], path: Path, update: WeightUpdate) -> bool:
-        """Take the lock: shared if the file exists, also while others load it; otherwise exclusive, to download it.
-
-        A lock that is not granted at once is lost completely (flock), so no two engines wait for each other.
-
-        Raises:
-            EngineError: neither was possible before the deadline.
-        """
+        """Take the lock: shared if the file exists, also while others load it; otherwise exclusive, to download it."""
         deadline = time.monotonic() + self.timeout_s
         while not (try_lock(lock, fcntl.LOCK_SH) and path.exists()):
             if try_lock(lock, fcntl.LOCK_EX):
@@ -166,12 +160,7 @@ def location_of(update: WeightUpdate) -> Location:
 
 
 def chain(store: ObjectStore, location: Location, base: Location | None) -> list[StoredVersion]:
-    """The versions to apply, oldest first: those after `base` if it is an ancestor, else from a full snapshot on.
-
-    Raises:
-        ChainError: a manifest is damaged.
-        StoreMissingError: a manifest is missing.
-    """
+    """The versions to apply, oldest first: those after `base` if it is an ancestor, else from a full snapshot on."""
     versions = [StoredVersion.load(store, location)]
     while (serial := versions[-1].manifest.base) is not None and (base is None or serial != base.serial):
         versions.append(StoredVersion.load(store, location.at(serial)))
@@ -179,11 +168,7 @@ def chain(store: ObjectStore, location: Location, base: Location | None) -> list
 
 
 def reserve(path: Path, nbytes: int) -> Bytes:
-    """Create and map a file of zeros. Its memory is taken now: later, a lack of it would be a signal and not an error.
-
-    Raises:
-        SyncError: no room.
-    """
+    """Create and map a file of zeros. Its memory is taken now, because later a lack of it would be a signal."""
     try:
         with path.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -193,11 +178,7 @@ def reserve(path: Path, nbytes: int) -> Bytes:
 
 
 def copy_base(path: Path, data: Bytes) -> None:
-    """Fill `data` with the version that the first delta is against.
-
-    Raises:
-        ChainError: its file is gone, or has another size.
-    """
+    """Fill `data` with the version that the first delta is against."""
     try:
         base = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:

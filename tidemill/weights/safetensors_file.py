@@ -76,11 +76,7 @@ class SafetensorsFile:
 
     @classmethod
     def of(cls, data: Bytes) -> SafetensorsFile:
-        """Find the tensors in the bytes of a whole file.
-
-        Raises:
-            SyncError: this is not a safetensors file.
-        """
+        """Find the tensors in the bytes of a whole file."""
         header = data[: header_bytes(data[:PREFIX_BYTES].tobytes())].tobytes()
         return cls(header, parse_header(header, len(data)), data)
 
@@ -113,11 +109,7 @@ def with_length(text: bytes) -> bytes:
 
 
 def parse_header(header: bytes, nbytes: int) -> tuple[Span, ...]:
-    """Where the tensors lie in a file of `nbytes` that begins with `header`.
-
-    Raises:
-        SyncError: this is not the header of such a file.
-    """
+    """Where the tensors lie in a file of `nbytes` that begins with `header`."""
     try:
         if not PREFIX_BYTES < len(header) == header_bytes(header[:PREFIX_BYTES]) <= MAX_HEADER_BYTES:
             raise ValueError(f"it has {len(header)} bytes")
@@ -145,10 +137,6 @@ def parse_entry(name: str, entry: Mapping[str, Any], offset: int) -> Span:
 def folder_shapes(folder: Path, tied: bool) -> Shapes:
     """Shapes of the tensors of a Hugging Face folder; only the files' headers are read.
 
-    Args:
-        folder: of the model.
-        tied: whether the head is tied to the embedding, see `counted_shapes`.
-
     Raises:
         SyncError: the folder holds no safetensors file.
     """
@@ -164,11 +152,7 @@ def counted_shapes(shapes: Shapes, tied: bool) -> Shapes:
 
 
 def check_same(given: Shapes, expected: Shapes, what: str) -> None:
-    """Refuse weights that are not exactly the model's.
-
-    Raises:
-        SyncError: naming the tensors that are missing, unknown, or of another shape.
-    """
+    """Refuse weights that are not exactly the model's."""
     faults = []
     if missing := sorted(expected.keys() - given.keys()):
         faults.append(f"{len(missing)} missing ({shown(missing)})")

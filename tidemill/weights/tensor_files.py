@@ -79,23 +79,14 @@ def header_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A file that is mapped.
-
-    Attributes:
-        nbytes: of the file.
-        tensors: by name, views of the file. Writing to them writes to it, or kills a process that may only read.
-    """
+    """A file that is mapped."""
 
     nbytes: int
     tensors: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, file: IO[bytes]) -> Mapped:
-        """Map a safetensors file with all its pages; to write to it, if it is open for that.
-
-        Raises:
-            SyncError: this is not a whole safetensors file, or one of other types.
-        """
+        """Map a safetensors file with all its pages; to write to it, if it is open for that."""
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes < PREFIX_BYTES:
             raise SyncError(f"{file.name} has {nbytes} bytes: this is no safetensors file. Export the weights again")
