@@ -148,7 +148,7 @@ def test_module_of_the_working_directory_is_found_after_all_others(
     assert sys.path[-1] == str(tmp_path)
     for module in ("queue", "yaml"):
         with pytest.raises(
-            RewardError, match=rf"module {module} \(.*\) before {tmp_path}/{module}\.py.* my_{module}:score"
+            RewardError, match=rf"module {module} in .* before {tmp_path}/{module}\.py.* my_{module}:score"
         ):
             resolve(f"{module}:score")
 

@@ -266,8 +266,8 @@ def refuse_hidden_module(module: str, folder: str, name: str) -> None:
     found = find_spec(module) if own else None
     if own and own.origin and found and found.origin != own.origin:
         raise RewardError(
-            f"reward {name!r}: Python finds its module {module} ({found.origin}) before {own.origin}. Rename the file, "
-            f"for example to my_{module}.py, and the reward to my_{name}."
+            f"reward {name!r}: Python finds the module {module} in {found.origin} before {own.origin}. Rename "
+            f"yours, for example to my_{module}.py, and the reward to my_{name}."
         )
 
 
