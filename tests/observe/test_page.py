@@ -60,9 +60,9 @@ def test_page_follows_the_theme_and_the_width_of_its_reader() -> None:
 
 
 def test_legend_names_only_what_is_drawn() -> None:
-    assert "training reward" in chart(CURVES) and "held-out" in chart(CURVES)
+    assert "reward, mean" in chart(CURVES) and "held-out" in chart(CURVES)
     assert "held-out" not in chart(replace(CURVES, scores=()))
-    assert "training reward" not in chart(replace(CURVES, rewards=()))
+    assert "reward, mean" not in chart(replace(CURVES, rewards=()))
 
 
 def test_legend_says_how_many_steps_a_point_is_the_mean_of() -> None:
@@ -75,3 +75,15 @@ def test_the_chart_has_the_colours_of_the_page() -> None:
     text = chart(CURVES)
     assert not re.search(r"#[0-9a-f]{6}", text)
     assert {"--line", "--dot", "--soft", "--rule"} == set(re.findall(r"var\((--\w+)\)", text))
+
+
+def test_every_column_of_the_answers_is_shown_on_a_narrow_page() -> None:
+    text = page("a", SUMMARY, CURVES)
+    assert re.findall(r'data-name="(\w+)"', text) == ["prompt", "expected", "before", "after"]
+    assert "content: attr(data-name)" in text and "min-width" not in text
+    assert "white-space: nowrap" in text  # an entry of the legend stays in one line
+
+
+def test_page_links_the_run_in_mlflow() -> None:
+    assert 'href="http://mlflow/#/a?b=1&amp;c"' in page("a", SUMMARY, CURVES, "http://mlflow/#/a?b=1&c")
+    assert "<a " not in page("a", SUMMARY, CURVES)

@@ -24,6 +24,7 @@ from tidemill.errors import (
     TidemillError,
 )
 from tidemill.observe.events import read_events
+from tidemill.steps.request import DEFAULTS
 from tidemill.steps.validate import check_inputs, check_model
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.seaweedfs import folder_keys
@@ -32,7 +33,7 @@ from tidemill.store.server import embedded_store
 BAD = "name: probe"
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
 OVERLONG = ("rewards.0.function=overlong", "registry.min_score=null")
-EMPTY_FORM = ("", "", "", "", 0, 0, "", 0.0)
+EMPTY_FORM = ("",) * (3 + len(DEFAULTS))
 CHAT = [{"role": "user", "content": "1 + 1"}]
 
 

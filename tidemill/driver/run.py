@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -249,7 +249,7 @@ class Run:
             parts.fleet,
             observer,
             commit=commit,
-            position=restart.position if restart else Position(),
+            position=replace(restart.position, restarts=restart.position.restarts + 1) if restart else Position(),
             stop=self.stop,
         )
 
@@ -348,6 +348,7 @@ class Run:
             | {label: metrics[f"time/{name}"] for name, label in PHASES.items() if f"time/{name}" in metrics},
             metrics=metrics,
             stopped=self.stop.reason if position.step < self.config.trainer.steps else None,
+            restarts=position.restarts,
         )
 
 

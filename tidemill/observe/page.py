@@ -32,16 +32,18 @@ margin: 24px auto; padding: 0 16px }
 h1 { font-size: 22px; overflow-wrap: anywhere } h2 { font-size: 17px; margin-top: 28px }
 .scores { font-size: 26px; margin: 12px 0 } .better { color: var(--good) } .worse { color: var(--bad) }
 .none { color: var(--soft) } .left-out { color: var(--dot) }
-.wide { overflow-x: auto } .wide table { min-width: 560px; table-layout: fixed } .wide th { width: 29% }
-.wide th:last-child { width: 13% }
+.answers { table-layout: fixed } .answers th:nth-child(2) { width: 16% }
 table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top;
 padding: 4px 12px 4px 0; border-bottom: 1px solid var(--rule) } td { overflow-wrap: anywhere }
 .facts td:first-child { width: 34% }
 pre { margin: 0; white-space: pre-wrap; font: inherit; max-height: 15em; overflow: auto }
-.legend { margin: 0; font-size: 13px } .legend span { margin-right: 24px } .reward { color: var(--line) }
+.legend { margin: 0; font-size: 13px } .legend span { margin-right: 24px; white-space: nowrap }
+.reward { color: var(--line) }
 .score { color: var(--dot) }
 svg { width: 100%; height: auto; overflow: visible }
-@media (max-width: 560px) { .scores { font-size: 20px } }
+@media (max-width: 640px) { .scores { font-size: 20px } .legend span { display: block }
+.answers th { display: none } .answers td { display: block; border: 0 } .answers td::before { content: attr(data-name);
+color: var(--soft) } .answers td:last-child { border-bottom: 1px solid var(--rule); padding-bottom: 12px } }
 """
 
 
@@ -58,8 +60,15 @@ class Curves:
     scores: Points = ()
 
 
-def page(name: str, summary: Summary, curves: Curves) -> str:
-    """The report of a finished run; without curves, it says that no step was recorded."""
+def page(name: str, summary: Summary, curves: Curves, mlflow: str | None = None) -> str:
+    """The report of a finished run; without curves, it says that no step was recorded.
+
+    Args:
+        name: of the run.
+        summary: of the run.
+        curves: of the run.
+        mlflow: address of its page in MLflow.
+    """
     parts = (
         f"<h1>{escape(name)}</h1>",
         scores(summary),
@@ -69,6 +78,7 @@ def page(name: str, summary: Summary, curves: Curves) -> str:
         samples(summary.samples),
         "<h2>Run</h2>",
         table(facts(summary)),
+        f'<p><a href="{escape(mlflow)}" target="_blank" rel="noopener">The run in MLflow</a></p>' if mlflow else "",
     )
     size = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<meta charset="utf-8">{size}<title>{escape(name)}</title><style>{STYLE}</style>'
@@ -97,8 +107,8 @@ def chart(curves: Curves) -> str:
     if not rewards and not curves.scores:
         return '<p class="none">(no step was recorded)</p>'
     each = "each step" if size == 1 else f"every {size} steps"
-    reward = f'<span class="reward">&#8212; training reward, mean of {each}</span> ' if rewards else ""
-    score = '<span class="score">&#9679; held-out score, greedy</span>' if curves.scores else ""
+    reward = f'<span class="reward">&#8212; reward, mean of {each}</span> ' if rewards else ""
+    score = '<span class="score">&#9679; held-out score</span>' if curves.scores else ""
     svg = reward_svg(rewards, curves.scores)
     for color, variable in THEMED.items():
         svg = svg.replace(color, f"var({variable})")
@@ -108,14 +118,19 @@ def chart(curves: Curves) -> str:
 def samples(rows: Sequence[Sample]) -> str:
     if not rows:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in ("prompt", "before", "after", "expected"))
-    body = "".join(f"<tr>{''.join(map(cell, (row.prompt, row.before, row.after, row.expected)))}</tr>" for row in rows)
-    return f'<h2>Held-out answers</h2><div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    names = ("prompt", "expected", "before", "after")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    texts = ((row.prompt, row.expected, row.before, row.after) for row in rows)
+    body = "".join(f"<tr>{''.join(map(cell, names, row))}</tr>" for row in texts)
+    return f'<h2>Held-out answers</h2><table class="answers"><tr>{head}</tr>{body}</table>'
 
 
-def cell(text: str | None) -> str:
-    """A text with its line breaks; its first letter decides whether it runs from left or right."""
-    return f'<td><pre dir="auto">{"-" if text is None else escape(text.strip())}</pre></td>'
+def cell(name: str, text: str | None) -> str:
+    """A text with its line breaks, and the name of its column, which a narrow page shows above it.
+
+    The first letter of the text decides whether it runs from left or right.
+    """
+    return f'<td data-name="{name}"><pre dir="auto">{"-" if text is None else escape(text.strip())}</pre></td>'
 
 
 def table(rows: Iterator[Fact]) -> str:

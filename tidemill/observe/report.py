@@ -43,6 +43,9 @@ FACTS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 )
 """Field of the summary, label and format."""
 
+REASONS = {"restart": "in flight at a restart; their prompts were issued again"}
+"""Reasons that need more words than their counter has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -79,6 +82,7 @@ class Summary:
         metrics: aggregated over the steps of the last attempt by `observe.metrics.RULES`.
         missing: why a field is None, by its name.
         stopped: why the run ended before its last step; None if it did not.
+        restarts: how often the training continued from a checkpoint.
     """
 
     steps: int
@@ -102,6 +106,7 @@ class Summary:
     metrics: Mapping[str, float] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     stopped: str | None = None
+    restarts: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False)
@@ -202,10 +207,10 @@ def scores(summary: Summary) -> Text:
 
 def answers(samples: Sequence[Sample]) -> Table:
     table = Table(title="Held-out answers", title_justify="left", expand=True)
-    for name in ("prompt", "before", "after", "expected"):
+    for name in ("prompt", "expected", "before", "after"):
         table.add_column(name, overflow="fold", ratio=1 if name == "expected" else 2)
     for sample in samples:
-        row = (sample.prompt, sample.before, sample.after, sample.expected)
+        row = (sample.prompt, sample.expected, sample.before, sample.after)
         table.add_row(*(Text("-" if cell is None else excerpt(cell, CELL)) for cell in row))
     return table
 
@@ -241,6 +246,8 @@ def facts(summary: Summary) -> Iterator[Fact]:
     yield Fact("steps", f"{summary.steps} in {training} (whole run, all attempts: {whole})")
     if summary.stopped is not None:
         yield Fact("stopped early", excerpt(summary.stopped))
+    if summary.restarts:
+        yield Fact("restarts", f"{summary.restarts}, each from the newest checkpoint")
     yield Fact("trained tokens/s", f"{summary.tokens_per_second:,.0f}")
     yield from (value_or_reason(summary, *row) for row in FACTS)
     if summary.phase_seconds:
@@ -259,7 +266,7 @@ def value_or_reason(summary: Summary, name: str, label: str, form: Callable[[Any
 def left_out(summary: Summary) -> Iterator[str]:
     """What was not trained, one line per reason."""
     for name, counts in (("skipped prompts", summary.skipped), ("dropped groups", summary.dropped)):
-        yield from (f"{name}: {count} ({reason})" for reason, count in counts.items() if count)
+        yield from (f"{name}: {count} ({REASONS.get(reason, reason)})" for reason, count in counts.items() if count)
     if masked := summary.metrics.get("staleness/masked_tokens"):
         sampled = summary.metrics["response/tokens"]
         yield f"masked tokens: {masked:,.0f} of {sampled:,.0f} (too old, in the last attempt)"

@@ -23,12 +23,13 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, DataError
 from tidemill.observe.events import Notice
 from tidemill.observe.markdown import links
+from tidemill.steps.refusal import explained
 from tidemill.steps.request import Request
 from tidemill.steps.run_folder import step
 from tidemill.steps.validate import validate_run
 from tidemill.store.object_store import parse_uri
 from tidemill.store.server import open_store
-from tidemill.tracking.mlflow_server import await_server
+from tidemill.tracking.mlflow_server import await_server, experiment_of
 from tidemill.tracking.registry import champion_version, last_prompts, save_prompts
 
 MERGED = re.compile(r"/inputs/[0-9a-f]{64}/(?P<last>.+)$")
@@ -37,6 +38,7 @@ SUFFIX = ".jsonl"
 TRAIN, WAIT = "train", "wait"
 
 
+@explained()
 def prepare_continual(
     request: Request,
     prompts: str,
@@ -80,6 +82,7 @@ def prepare_continual(
     changed = parse_config(yaml.safe_dump(tree))
     Path(page).write_text(links(changed, request.kfp_run), encoding="utf-8")
     validated = validate(changed)
+    Path(page).write_text(links(changed, request.kfp_run, experiment_of(changed)), encoding="utf-8")
     start.store(config)
     return validated.to_yaml(), TRAIN
 
@@ -108,6 +111,7 @@ def start_key(run: str) -> str:
     return f"runs/{run}/continual.json"
 
 
+@explained()
 def record_progress(config: str, summary: str) -> None:
     """Record the last prompts that were used, also of a model that was not registered; never moves backwards.
 

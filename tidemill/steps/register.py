@@ -11,15 +11,16 @@ from typing import Any, Protocol
 from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
 from tidemill.observe.events import EventLog, Notice, past_events, step_seconds
-from tidemill.observe.markdown import report
+from tidemill.observe.markdown import mlflow_page, report
 from tidemill.observe.page import Curves, page
 from tidemill.observe.report import Summary
 from tidemill.protocols import evaluation_from_json
 from tidemill.retry import OUTAGE_S
+from tidemill.steps.refusal import explained
 from tidemill.steps.run_folder import step
 from tidemill.tracking import registry
 from tidemill.tracking.mlflow_runs import metric_history
-from tidemill.tracking.mlflow_server import await_server
+from tidemill.tracking.mlflow_server import await_server, experiment_of
 from tidemill.tracking.tracker import Tracker
 
 
@@ -30,6 +31,7 @@ class ModelArtifact(Protocol):
     metadata: dict[str, Any]
 
 
+@explained()
 def register(
     config: str,
     summary: str,
@@ -105,7 +107,9 @@ def finish(run: RunConfig, summary: Summary) -> dict[str, str]:
     run_id, curves = summary.mlflow_run_id, Curves()
     if run_id is not None:  # every step can reach MLflow, wherever it runs
         curves = Curves(*(metric_history(run, run_id, name) for name in ("reward/mean", "evaluation/score")))
-    reports = {"report.md": report(run.name, summary), "report.html": page(run.name, summary, curves)}
+    experiment = None if run_id is None else experiment_of(run)
+    place = None if experiment is None else mlflow_page(run, experiment, run_id)
+    reports = {"report.md": report(run.name, summary, place), "report.html": page(run.name, summary, curves, place)}
     if run_id is not None:
         tracker = Tracker.start(run, run_id)
         for name, text in reports.items():

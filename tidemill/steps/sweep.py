@@ -18,6 +18,7 @@ from tidemill.errors import ConfigError
 from tidemill.observe.markdown import links
 from tidemill.observe.report import Summary
 from tidemill.protocols import evaluation_from_json
+from tidemill.steps.refusal import explained
 from tidemill.steps.register import ModelArtifact, finish, register, with_step_times
 from tidemill.steps.request import Request, entries, renamed
 from tidemill.steps.run_folder import step
@@ -25,6 +26,7 @@ from tidemill.steps.training import LogMetric, log_number
 from tidemill.steps.validate import validate_run
 from tidemill.store.server import open_store
 from tidemill.tracking.mlflow_runs import close_sweep, open_sweep
+from tidemill.tracking.mlflow_server import experiment_of
 
 MAX_VARIANTS = 32
 """Each is five pods of KFP besides its cluster."""
@@ -72,6 +74,7 @@ def check_keys(request: Request, line: str, keys: Sequence[str]) -> None:
             raise ConfigError("variants", line, f"overrides other than {key}, which a field of the form sets", fix)
 
 
+@explained()
 def validate_sweep(request: Request, text: str, page: str) -> list[str]:
     """Refuse a sweep with a variant that cannot succeed, and write the page of links.
 
@@ -89,10 +92,16 @@ def validate_sweep(request: Request, text: str, page: str) -> list[str]:
     base, configs = request.settings(), list(variant_configs(request, text))
     if base.data.held_out is None:
         raise ConfigError("data.held_out", None, "held-out prompts, which select the best variant", "Name a file.")
-    Path(page).write_text("\n".join(links(config, request.kfp_run) for config in configs), encoding="utf-8")
+    write_links(configs, request.kfp_run, page)
     checked = [validate_run(config).to_yaml() for config in configs]
+    write_links(configs, request.kfp_run, page, experiment_of(base))
     open_sweep(base, [config.name for config in configs])
     return checked
+
+
+def write_links(configs: Sequence[RunConfig], kfp_run: str, page: str, experiment: str | None = None) -> None:
+    """Write the links and settings of every variant; see `observe.markdown.links`."""
+    Path(page).write_text("\n".join(links(config, kfp_run, experiment) for config in configs), encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,7 @@ def result_key(run: str) -> str:
     return f"runs/{run}/result.json"
 
 
+@explained()
 def finish_variant(config: str, summary: str, evaluation: str, log_metric: LogMetric) -> str:
     """Write the reports of a variant, which gets no version in the registry, and store its settings and summary.
 
@@ -138,6 +148,7 @@ def finish_variant(config: str, summary: str, evaluation: str, log_metric: LogMe
     return json.dumps(asdict(VariantResult(run.name, final.held_out_before, final.held_out_after, final.steps)))
 
 
+@explained()
 def select_best(sweep: Request, results: Sequence[str], report_path: str, page_path: str, model: ModelArtifact) -> str:
     """Register the variant with the best held-out score if it passes the gate; of equal scores, the first.
 

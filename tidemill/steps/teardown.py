@@ -10,6 +10,7 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import ClusterError, ConfigError, RunError, StoreError, TidemillError, is_retryable
 from tidemill.kuberay.release import release_this_pipeline
 from tidemill.steps.provider import provider_of
+from tidemill.steps.refusal import explained
 from tidemill.steps.request import Request
 from tidemill.steps.sweep import variant_configs
 
@@ -18,6 +19,7 @@ def release_run(config: RunConfig) -> None:
     provider_of(config).teardown()
 
 
+@explained()
 def teardown(
     request: Request,
     variants: str,

@@ -13,6 +13,7 @@ from tidemill.observe.events import EvaluationFinished, Notice
 from tidemill.observe.report import Summary, shortened
 from tidemill.protocols import Answer, Evaluation
 from tidemill.steps.provider import provider_of
+from tidemill.steps.refusal import explained
 from tidemill.steps.run_folder import step
 from tidemill.tracking.mlflow_runs import metric_history
 from tidemill.tracking.tracker import Tracker
@@ -20,6 +21,7 @@ from tidemill.tracking.tracker import Tracker
 LogMetric = Callable[[str, float], None]
 
 
+@explained()
 def provision(config: str) -> str:
     """Start what the run needs: store and model on this machine, or a Ray cluster on Kubernetes. May be retried.
 
@@ -33,6 +35,7 @@ def provision(config: str) -> str:
     return json.dumps(provisioned)
 
 
+@explained()
 def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
     """Train to the end, from the newest checkpoint if one exists.
 
@@ -53,6 +56,7 @@ def train(config: str, provisioned: str, log_metric: LogMetric) -> str:
     return summary.to_json()
 
 
+@explained()
 def evaluate(config: str, summary: str, log_metric: LogMetric) -> str:
     """Score the exported model on the held-out prompts with a fresh engine.
 

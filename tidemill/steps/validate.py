@@ -36,13 +36,14 @@ from tidemill.rollout.prompts import as_text, take
 from tidemill.rollout.rewards import first_number, resolve
 from tidemill.rollout.sources import Row, load_rows
 from tidemill.steps.provider import provider_of
+from tidemill.steps.refusal import explained
 from tidemill.steps.request import Request, settings_key
 from tidemill.steps.run_folder import CONFIG_FILE, step, write_settings
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.object_store import ObjectStore, credentials
 from tidemill.store.seaweedfs import find_binary
 from tidemill.store.server import open_store, store_folder
-from tidemill.tracking.mlflow_server import access_problem
+from tidemill.tracking.mlflow_server import access_problem, experiment_of
 
 NEED_ANSWERS = ("exact_number", "math_verify")
 FOREIGN_PARAMETERS = {"completions": "TRL", "solution_str": "verl"}
@@ -54,6 +55,7 @@ MAX_SETTINGS = 32 << 10
 """Bytes of the settings as YAML, which are an argument of every step."""
 
 
+@explained()
 def validate(request: Request, page: str) -> str:
     """Refuse a run that cannot succeed, and write the page of links.
 
@@ -69,7 +71,9 @@ def validate(request: Request, page: str) -> str:
     """
     config = request.settings()
     Path(page).write_text(links(config, request.kfp_run), encoding="utf-8")
-    return validate_run(config).to_yaml()
+    checked = validate_run(config)
+    Path(page).write_text(links(config, request.kfp_run, experiment_of(config)), encoding="utf-8")
+    return checked.to_yaml()
 
 
 def validate_run(config: RunConfig) -> RunConfig:

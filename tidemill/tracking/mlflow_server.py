@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ KIND, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 and show no runs."""
 REFUSALS = frozenset({401, 403, 404})
 """Answers of a server that does not know the account, or of a server other than MLflow."""
+
+log = logging.getLogger(__name__)
 
 
 def tracking_uri(config: RunConfig) -> str:
@@ -137,3 +140,17 @@ def runs_page(client: Any) -> str:
         return "/"
     # Without the type the pages of a browser that opens MLflow for the first time are those of GenAI.
     return f"/#/experiments/{newest[0].info.experiment_id}/runs?workflowType=machine_learning"
+
+
+def experiment_of(config: RunConfig) -> str | None:
+    """Id of the experiment, for links to MLflow; None without a server, and from one that does not answer."""
+    from mlflow.exceptions import MlflowException
+
+    uri = tracking_uri(config)
+    if not uri.startswith("http"):
+        return None
+    try:
+        return open_experiment(make_client(uri), config)
+    except MlflowException as error:
+        log.warning("no link to the run: MLflow at %s: %s", uri, error)
+        return None

@@ -80,6 +80,7 @@ class Position:
         max_age: largest age of a trained token so far, in versions.
         seconds: training time of all attempts of this run.
         unsynced: steps since the last weight sync.
+        restarts: how often the run continued from a checkpoint.
     """
 
     step: int = 0
@@ -89,6 +90,7 @@ class Position:
     max_age: int = 0
     seconds: float = 0.0
     unsynced: int = 0
+    restarts: int = 0
 
 
 @dataclass(slots=True)
