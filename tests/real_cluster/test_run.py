@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from cluster_rig import ClusterRun
 
-from tidemill.config.names import HEARTBEAT, STOP, selector
+from tidemill.config.names import HEARTBEAT, STOP
 from tidemill.errors import ClusterError, RunError, TidemillError
 from tidemill.kuberay.cluster import PODS, RAY_CLUSTERS, RAY_JOBS, Kind, labels_of, name_of
 from tidemill.kuberay.job_state import NODE_TYPE
@@ -24,18 +24,20 @@ def steps_of(run: ClusterRun) -> list[int]:
     return [event.step for event in read_events(run.config.folder / "events.jsonl") if event.kind == "step_finished"]
 
 
-def test_a_run_succeeds_and_its_cluster_is_deleted_after_its_time_to_live(run: ClusterRun) -> None:
+def test_a_run_succeeds_and_its_cluster_is_deleted_at_its_end(run: ClusterRun) -> None:
+    run.trainer_steps = 10
     assert run.provision() == run.provision() == 1
-    assert run.follow().steps == 3
+    with run.followed() as watched:
+        run.until_shown("   2/10")
+        (submitter,) = (pod for pod in run.pods() if NODE_TYPE not in labels_of(pod))
+        assert "   1/10" in run.admin.log(name_of(submitter))  # the output of `tidemill logs`
+        assert watched.result(240).steps == 10
     output = run.output.getvalue()
-    assert "   3/3" in output
-    (submitter,) = (pod for pod in run.pods() if NODE_TYPE not in labels_of(pod))
-    assert "   3/3" in run.admin.log(name_of(submitter))  # the output of `tidemill logs`
+    assert "  10/10" in output
     assert "placed on" in output
     assert b"0.75" in run.store.get_bytes(Attempt(run.name, 1).evaluation)
-    run.until(lambda: not any(NODE_TYPE in labels_of(pod) for pod in run.pods()))  # keep_s = 0
-    assert run.admin.list(RAY_CLUSTERS, selector(run.name)) == []
-    assert run.follow().steps == 3  # a retried step finds the result
+    run.until(lambda: not run.left())
+    assert run.follow().steps == 10  # a repeated step finds the result
     assert release_run(run.steps, run.name, None, time)
     assert run.left() == []
 
