@@ -54,7 +54,6 @@ PURE = (
     "tidemill.rollout.staleness",
     "tidemill.train.advantages",
     "tidemill.train.batch",
-    "tidemill.train.correction",
     "tidemill.train.losses",
     "tidemill.train.tree",
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tidemill.train.correction import behaviour_weights, log_linear
+from tidemill.train.losses import behaviour_weights, log_linear
 
 
 def logs(*values: float) -> Tensor:

@@ -50,7 +50,6 @@ class FailureStreak:
         self._failed[RewardError].clear()
 
     def failed(self, uid: int, failure: RequestFailed) -> None:
-        """Count a failure."""
         kind = ERROR_OF_REASON.get(failure.reason)
         if kind is None:
             return

@@ -8,32 +8,86 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from tidemill.config.training import AlgorithmConfig, TrainerConfig
+from tidemill.config.training import AlgorithmConfig, OldLogProb, TrainerConfig
 from tidemill.errors import RunError
 from tidemill.models.precision import compute_dtype
 from tidemill.observe.meters import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch
-from tidemill.train.correction import behaviour_weights, log_linear
-from tidemill.train.losses import kl_penalty, ppo_clip
+from tidemill.train.losses import behaviour_weights, kl_penalty, log_linear, ppo_clip
 from tidemill.train.model import Network, frozen_copy, load_meta_model, load_model, write_folder
 from tidemill.train.sharding import World, full_tensor, shard_model
-from tidemill.train.update_metrics import UpdateMetrics
 from tidemill.train.version_start import VersionStart
 
 # A sharded forward or backward pass needs all ranks: one without rows computes this, which adds exactly zero.
 IDLE = MicroBatch.idle()
+SUMS = ("loss", "tokens", "ratio", "clipped", "kl")
+CORRECTION_SUMS: Mapping[OldLogProb, tuple[str, ...]] = {
+    "rollout": (),
+    "version_start": ("gap",),
+    "decoupled": ("gap", "weight", "truncated"),
+}
+REFERENCE_SUMS = ("reference",)
+# Sum over tokens: the name of its mean, and the value of that in a step without tokens.
+MEANS = {
+    "ratio": ("ratio/mean", 1.0),
+    "clipped": ("ratio/clip_fraction", 0.0),
+    "kl": ("kl/old_new", 0.0),
+    "reference": ("kl/reference", 0.0),
+    "gap": ("correction/old_rollout_gap", 0.0),
+    "weight": ("correction/weight_mean", 1.0),
+    "truncated": ("correction/truncated_ratio", 0.0),
+}
+
+
+class UpdateMetrics:
+    """Running sums; every rank has the same ones, whatever its share of the tokens."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        reference = REFERENCE_SUMS if algorithm.kl_loss_coef else ()
+        self.names = SUMS + CORRECTION_SUMS[algorithm.old_log_prob] + reference
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64)
+        self.weight_max = torch.zeros(1, dtype=torch.float64)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one micro-batch: a scalar for each of `names`, and `weight_max` if tokens are weighted."""
+        self.sums += torch.stack([values[name] for name in self.names]).double().cpu()
+        if "weight" in self.names:
+            self.weight_max = torch.maximum(self.weight_max, values["weight_max"].double().cpu())
+
+    def all_reduce(self, world: World) -> None:
+        self.sums = world.all_reduce(self.sums)
+        if "weight" in self.names:
+            self.weight_max = world.all_reduce(self.weight_max, dist.ReduceOp.MAX)
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return dict(zip(self.names, self.sums.tolist(), strict=True))
+
+    def result(self) -> dict[str, float]:
+        """`loss`, `tokens`, `skipped` (1 without tokens, else 0), and the means over tokens."""
+        totals = self.totals
+        tokens = totals["tokens"]
+        means = {
+            metric: totals[name] / tokens if tokens else without_tokens
+            for name, (metric, without_tokens) in MEANS.items()
+            if name in totals
+        }
+        if "weight" in totals:
+            means["correction/weight_max"] = self.weight_max.item()  # 0 without tokens: below that of any other step
+        return {"loss": totals["loss"], "tokens": tokens, "skipped": float(not tokens), **means}
 
 
 class PolicyRank:
