@@ -71,7 +71,15 @@ def test_exported_model_is_scored_from_the_store_by_an_engine_of_its_own(trained
         LocalProvider(trained).teardown()
     assert [answer["prompt"] for answer in result["answers"]] == ["w5 w6"]  # what the report shows
     assert scores == {"held_out_score": result["score"]}
-    [scored] = [event for event in read_events(trained.folder / "events.jsonl") if event.kind == "evaluation_finished"]
+    events = read_events(trained.folder / "events.jsonl")
+    assert [event.name for event in events if event.kind == "phase_started"] == [
+        "provision",
+        "start the S3 server",
+        f"find {tmp_path / 'model'}; the first run on a machine downloads or converts it",
+        "evaluate",
+        "load the exported model into a new engine and score it",
+    ]
+    [scored] = [event for event in events if event.kind == "evaluation_finished"]
     assert (scored.step, scored.score) == (25, result["score"])
     assert [answer["prompt"] for answer in scored.answers] == ["w5 w6", "w8"]
     assert find_server(store_folder(trained.output)) is None

@@ -172,7 +172,7 @@ class Run:
         return self.summarise(trainer, observer, before, model_uri, memory, time.monotonic() - started).scored(after)
 
     async def start_parts(self, observer: RunObserver, restart: Restart | None, store: ObjectStore) -> Parts:
-        """Place all actors; engines and trainer load at the same time."""
+        """Place all actors; engines, trainer and rollouter load at the same time."""
         config, path = self.config, str(self.model.path) if self.model else None
         await wait_for_pods(config, observer.phase)
         source = self.model.source if self.model else "downloaded by each pod"
@@ -187,13 +187,12 @@ class Run:
         ranks = start_ranks(config, path, self.claim)
         asynchrony, capacity = config.asynchrony, config.queue_capacity
         queue = start_queue(capacity, asynchrony.max_staleness, config.queue.when_full, service_placement(config))
-        await loaded(config, [ranks.load(), *(engine.start() for engine in engines)])
         version = restart.position.version if restart else 0
+        generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
+        await loaded(config, [ranks.load(), generation.start(), *(engine.start() for engine in engines)])
         if restart:
             observer.phase(f"resume from version {version}")
             await ranks.restore(version)
-        generation = start_rollouter(config, path, engines, queue, restart.ledger if restart else None, version)
-        await loaded(config, [generation.start()])
         canary = await generation.canary()
         transport = make_transport(config, ranks, store, self.claim)
         synchronizer = Synchronizer(config.publication, transport, ranks, canary)
