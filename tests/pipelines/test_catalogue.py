@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 from tidemill_pipelines.catalogue import PIPELINES, checked, pairs, pipeline_of, readme
@@ -28,3 +29,11 @@ def test_alphabetical_order_of_the_form_groups_the_sections_of_a_run_file() -> N
     sections = [name.partition("_")[0] for name in sorted(DEFAULTS)]
     assert list(dict.fromkeys(sections)) == ["data", "kubernetes", "model", "reward", "rollout", "trainer"]
     assert sections == sorted(sections)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_documentation_has_every_field_of_the_form_with_its_default(name: str) -> None:
+    rows = (Path(__file__).parents[2] / "docs/kfp.md").read_text(encoding="utf-8").splitlines()
+    for key, parameter in inspect.signature(pipeline_of(name).pipeline_func).parameters.items():
+        [row] = [row for row in rows if row.startswith("| ") and f"`{key}`" in row.split(" | ")[0]]
+        assert not parameter.default or f"`{parameter.default}`" in row.split(" | ")[1]

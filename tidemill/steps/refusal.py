@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from tidemill.errors import TidemillError
+from tidemill.errors import TidemillError, is_retryable
 
 WIDTH = 100
 
@@ -25,10 +25,11 @@ def explained() -> Iterator[None]:
 
 
 def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the message of an error; below it the traceback, unless the message says everything."""
-    message = str(error) if isinstance(error, TidemillError) else f"{kind.__name__}: {error}"
+    """Print the message of an error; below it the traceback, unless the user can act on the message alone."""
+    expected = isinstance(error, TidemillError)
+    message = str(error) if expected else f"{kind.__name__}: {error}"
     lines = ["", *(part for line in message.splitlines() for part in wrapped(line)), ""]
-    if not isinstance(error, TidemillError) or error.__cause__ is not None:
+    if not expected or (is_retryable(error) and error.__cause__ is not None):
         lines += ["".join(traceback.format_exception(kind, error, trace))]
     sys.stderr.write("\n".join(lines))
 
