@@ -23,16 +23,12 @@ REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "
 
 @dataclass(slots=True)
 class Sample:
-    """Tokens, log-probs and version spans gathered so far.
-
-    Attributes:
-        reason: why the last piece ended; "abort" before the first one.
-    """
+    """Tokens, log-probs and version spans gathered so far."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    reason: FinishReason = "abort"
+    reason: FinishReason = "abort"  # why the last piece ended; "abort" before the first one
 
     def extend(self, output: Any, kept: Callable[[Sequence[int]], int] = len) -> None:
         """Append what one vLLM request sampled (`vllm.outputs.CompletionOutput` with flat log-probs).

@@ -5,7 +5,7 @@ A check that needs a permission which the pipeline's role does not have is skipp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tidemill.config.kubernetes import RANKS_PER_POD
 from tidemill.config.run import RunConfig
@@ -90,7 +90,7 @@ def check_nodes(config: RunConfig, nodes: Sequence[Object]) -> None:
         raise ConfigError("kubernetes.gpu_type", product, f"a GPU that some node has: {names}", "Choose one of them.")
     fitting = [node for node in nodes if wanted.items() <= labels_of(node).items()]
     if not fitting:
-        fix = f"No node has all of {as_selector(wanted)}."
+        fix = f"No node has all of {','.join(f'{key}={value}' for key, value in wanted.items())}."
         raise ConfigError("kubernetes.node_selector", config.kubernetes.node_selector, "labels of some node", fix)
     if resource is None:
         return
@@ -102,7 +102,3 @@ def check_nodes(config: RunConfig, nodes: Sequence[Object]) -> None:
         if needed > most:
             fix = f"A pod needs {needed} on one node, and no matching node has more than {most}."
             raise ConfigError(key, value, f"no more than the {resource} of a node", fix)
-
-
-def as_selector(labels: Mapping[str, str]) -> str:
-    return ",".join(f"{key}={value}" for key, value in labels.items())

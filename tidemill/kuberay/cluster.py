@@ -16,21 +16,13 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of object.
+    """A kind of object."""
 
-    Attributes:
-        group: API group, "" for the core group.
-        version: API version.
-        plural: name of the kind in URLs and in permissions.
-        namespaced: whether objects of this kind belong to a namespace.
-        provided_by: the software that installs the kind, for the error when it is missing.
-    """
-
-    group: str
-    version: str
-    plural: str
-    namespaced: bool = True
-    provided_by: str = "Kubernetes"
+    group: str  # API group, "" for the core group
+    version: str  # API version
+    plural: str  # name of the kind in URLs and in permissions
+    namespaced: bool = True  # whether objects of this kind belong to a namespace
+    provided_by: str = "Kubernetes"  # the software that installs the kind, for the error when it is missing
 
     def path(self, namespace: str) -> str:
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"

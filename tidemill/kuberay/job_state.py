@@ -60,21 +60,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """State of an attempt.
-
-    Attributes:
-        phase: phase of the attempt.
-        progress: the phase in words.
-        waiting: why a pod does not run yet, by the name of the pod.
-        fatal: why the attempt is over or must be ended; None while it can continue.
-        retryable: whether another attempt may succeed.
-    """
+    """State of an attempt."""
 
     phase: Phase
-    progress: str
-    waiting: Mapping[str, str] = field(default_factory=dict)
-    fatal: str | None = None
-    retryable: bool = False
+    progress: str  # the phase in words
+    waiting: Mapping[str, str] = field(default_factory=dict)  # why a pod does not run yet, by the name of the pod
+    fatal: str | None = None  # why the attempt is over or must be ended; None while it can continue
+    retryable: bool = False  # whether another attempt may succeed
 
     @property
     def over(self) -> bool:

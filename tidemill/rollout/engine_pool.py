@@ -41,25 +41,16 @@ class LoadMeter:
 
 @dataclass(slots=True)
 class PooledEngine:
-    """An engine in the pool.
-
-    Attributes:
-        load: requests in flight.
-        failures: requests that failed in a row.
-        finished: requests that it has answered.
-        lost: why it cannot be used any more.
-        kept_version: of a cordoned engine, which gets neither new requests nor newer versions.
-        held_out: how many of its requests are held-out prompts.
-    """
+    """An engine in the pool."""
 
     id: EngineId
     engine: Engine
-    load: int = 0
-    failures: int = 0
-    finished: int = 0
-    lost: str | None = None
-    kept_version: int | None = None
-    held_out: int = 0
+    load: int = 0  # requests in flight
+    failures: int = 0  # requests that failed in a row
+    finished: int = 0  # requests that it has answered
+    lost: str | None = None  # why it cannot be used any more
+    kept_version: int | None = None  # of a cordoned engine, which gets neither new requests nor newer versions
+    held_out: int = 0  # how many of its requests are held-out prompts
 
 
 class EnginePool:

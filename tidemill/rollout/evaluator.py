@@ -16,7 +16,6 @@ from tidemill.errors import (
     RewardError,
     RewardTimeoutError,
     RunError,
-    TidemillError,
 )
 from tidemill.protocols import Answer, Evaluation, Sampling
 from tidemill.records import Completion, EngineId, Prompt
@@ -81,7 +80,8 @@ class Evaluator:
         answers = [outcome for outcome in outcomes if isinstance(outcome, Answer)]
         skipped = Counter(skip_reason(outcome) for outcome in outcomes if not isinstance(outcome, Answer))
         if not answers:
-            raise no_answer_error(outcomes)
+            errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
+            raise errors[-1] if errors else EngineError(f"all {len(outcomes)} held-out prompts crash their engine")
         skipped["too_long"] = len(prompts) - len(fitting)
         score = sum(answer.reward for answer in answers) / len(answers)
         return Evaluation(version, score, tuple(answers), {name: n for name, n in skipped.items() if n})
@@ -198,11 +198,6 @@ def skip_reason(outcome: Outcome) -> str:
     if isinstance(outcome, RewardError):
         return "reward_timeout" if isinstance(outcome, RewardTimeoutError) else "reward_error"
     return "kills_engine"
-
-
-def no_answer_error(outcomes: Sequence[Outcome]) -> TidemillError:
-    errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
-    return errors[-1] if errors else EngineError(f"all {len(outcomes)} held-out prompts crash their engine")
 
 
 def check_version(prompt: Prompt, completion: Completion, version: int) -> None:

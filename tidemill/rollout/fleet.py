@@ -81,23 +81,14 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
-    """Deadlines and intervals of a fleet.
+    """Deadlines and intervals of a fleet."""
 
-    Attributes:
-        start_timeout_s: for a new engine to be placed and to load.
-        group_timeout_s: for a retired engine to finish its groups.
-        probe_interval_s: between two probes of an engine.
-        probe_timeout_s: an engine that does not answer a probe in time is stuck.
-        retry_s: between two attempts to replace an engine.
-        losses: engines of one slot that may die one after the other without finishing a group.
-    """
-
-    start_timeout_s: float
-    group_timeout_s: float = 600.0
-    probe_interval_s: float = 2.0
-    probe_timeout_s: float = 60.0
-    retry_s: float = 5.0
-    losses: int = LOSSES
+    start_timeout_s: float  # for a new engine to be placed and to load
+    group_timeout_s: float = 600.0  # for a retired engine to finish its groups
+    probe_interval_s: float = 2.0  # between two probes of an engine
+    probe_timeout_s: float = 60.0  # an engine that does not answer a probe in time is stuck
+    retry_s: float = 5.0  # between two attempts to replace an engine
+    losses: int = LOSSES  # engines of one slot that may die one after the other without finishing a group
 
 
 class Fleet:

@@ -59,25 +59,15 @@ TIMEOUTS = Timeouts()
 
 @dataclass(slots=True)
 class GroupRequest:
-    """One dispatch of one prompt occurrence, from its start until its group is in the queue.
+    """One dispatch of one prompt occurrence, from its start until its group is in the queue."""
 
-    Attributes:
-        prompt: of the occurrence.
-        number: ordinal of the dispatch in this process; makes the request id unique.
-        version: the policy version at dispatch: no token can be older.
-        started: when, by the rollouter's clock.
-        engine: the engine that generates it, or generated it.
-        stage: "delivering" begins when the group is scored.
-        task: runs the request; set right after its creation.
-    """
-
-    prompt: Prompt
-    number: int
-    version: int
-    started: float
-    engine: EngineId | None = None
-    stage: Stage = "generating"
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
+    prompt: Prompt  # of the occurrence
+    number: int  # ordinal of the dispatch in this process; makes the request id unique
+    version: int  # the policy version at dispatch: no token can be older
+    started: float  # when, by the rollouter's clock
+    engine: EngineId | None = None  # the engine that generates it, or generated it
+    stage: Stage = "generating"  # "delivering" begins when the group is scored
+    task: asyncio.Task[None] | None = field(default=None, repr=False)  # runs the request; set right after its creation
 
     @property
     def uid(self) -> int:

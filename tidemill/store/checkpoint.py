@@ -42,21 +42,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a commit.
+    """The contents of a commit."""
 
-    Attributes:
-        format: of the manifest itself.
-        run: name of the run.
-        version: policy version.
-        folder: key below which the parts lie.
-        parts: name below `folder`, size in bytes and SHA-256 of each.
-    """
-
-    format: int
-    run: str
-    version: int
-    folder: str
-    parts: tuple[StoredObject, ...]
+    format: int  # of the manifest itself
+    run: str  # name of the run
+    version: int  # policy version
+    folder: str  # key below which the parts lie
+    parts: tuple[StoredObject, ...]  # name below `folder`, size in bytes and SHA-256 of each
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()

@@ -26,15 +26,10 @@ TRIES = 10  # of a change, each lost to another process that changes the lease a
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An attempt's claim to a run, which is passed to the process that commits.
+    """An attempt's claim to a run, which is passed to the process that commits."""
 
-    Attributes:
-        attempt: counted from 1.
-        owner: identifies the process among several of one attempt, as after a cluster was suspended and resumed.
-    """
-
-    attempt: int
-    owner: str
+    attempt: int  # counted from 1
+    owner: str  # identifies the process among several of one attempt, as after a cluster was suspended and resumed
 
 
 @dataclass(frozen=True, slots=True)

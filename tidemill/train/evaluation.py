@@ -24,18 +24,13 @@ Mode = Literal["blocking", "concurrent", "spare"]
 
 @dataclass(slots=True)
 class Validation:
-    """Runs one evaluation at a time.
-
-    Attributes:
-        evaluated: called with the step of the policy and its evaluation.
-        notice: called with a warning for the user.
-    """
+    """Runs one evaluation at a time."""
 
     mode: Mode
     generation: Generation
     fleet: EngineFleet
-    evaluated: Callable[[int, Evaluation], None]
-    notice: Callable[[str], None]
+    evaluated: Callable[[int, Evaluation], None]  # called with the step of the policy and its evaluation
+    notice: Callable[[str], None]  # called with a warning for the user
     _task: asyncio.Task[None] | None = field(default=None, repr=False)
     _spare: EngineId | None = None
 

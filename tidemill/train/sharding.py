@@ -31,17 +31,11 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The data-parallel ranks, as one of them sees them; a single rank communicates with nobody.
+    """The data-parallel ranks, as one of them sees them; a single rank communicates with nobody."""
 
-    Attributes:
-        rank: of this process.
-        size: number of ranks.
-        init_method: where the ranks meet, `tcp://host:port`; required if there are several.
-    """
-
-    rank: int = 0
-    size: int = 1
-    init_method: str | None = None
+    rank: int = 0  # of this process
+    size: int = 1  # number of ranks
+    init_method: str | None = None  # where the ranks meet, `tcp://host:port`; required if there are several
 
     @property
     def device(self) -> torch.device:

@@ -70,27 +70,16 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class Position:
-    """The progress of a run; part of every checkpoint.
+    """The progress of a run; part of every checkpoint."""
 
-    Attributes:
-        step: steps done.
-        version: of the trainer: the number of weight syncs begun; engines may not have adopted the last one yet.
-        groups: groups trained.
-        response_tokens: response tokens trained.
-        max_age: largest age of a trained token so far, in versions.
-        seconds: training time of all attempts of this run.
-        unsynced: steps since the last weight sync.
-        restarts: how often the run continued from a checkpoint.
-    """
-
-    step: int = 0
-    version: int = 0
-    groups: int = 0
-    response_tokens: int = 0
-    max_age: int = 0
-    seconds: float = 0.0
-    unsynced: int = 0
-    restarts: int = 0
+    step: int = 0  # steps done
+    version: int = 0  # of the trainer: the number of weight syncs begun; engines may not have adopted the last one yet
+    groups: int = 0  # groups trained
+    response_tokens: int = 0  # response tokens trained
+    max_age: int = 0  # largest age of a trained token so far, in versions
+    seconds: float = 0.0  # training time of all attempts of this run
+    unsynced: int = 0  # steps since the last weight sync
+    restarts: int = 0  # how often the run continued from a checkpoint
 
 
 @dataclass(slots=True)

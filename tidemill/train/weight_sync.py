@@ -22,16 +22,12 @@ from tidemill.protocols import EngineFleet, Generation, PauseMode
 
 @dataclass(slots=True)
 class WeightSync:
-    """Publishes one version after the other.
-
-    Attributes:
-        tasks: run the adoption; a failure there ends all of them.
-    """
+    """Publishes one version after the other."""
 
     fleet: EngineFleet
     generation: Generation
     mode: PauseMode
-    tasks: asyncio.TaskGroup
+    tasks: asyncio.TaskGroup  # run the adoption; a failure there ends all of them
     _adoption: asyncio.Task[None] | None = field(default=None, repr=False)
     _reports: list[Mapping[str, float]] = field(default_factory=list)
     _timings: Timings = field(default_factory=Timings)

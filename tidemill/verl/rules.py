@@ -18,17 +18,11 @@ class Becomes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The setting makes one of ours together with others, in `convert.combined`.
+    """The setting makes one of ours together with others, in `convert.combined`."""
 
-    Attributes:
-        key: of Tidemill.
-        kinds: types that the value may have; empty for any.
-        words: texts that the value may be, instead of a number.
-    """
-
-    key: str
-    kinds: tuple[type[int] | type[float], ...] = (int,)
-    words: tuple[str, ...] = ()
+    key: str  # of Tidemill
+    kinds: tuple[type[int] | type[float], ...] = (int,)  # types that the value may have; empty for any
+    words: tuple[str, ...] = ()  # texts that the value may be, instead of a number
 
 
 @dataclass(frozen=True, slots=True)

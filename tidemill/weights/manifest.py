@@ -26,19 +26,12 @@ LOCATION = re.compile(r"^(?P<run>.+)/(?P<attempt>[0-9a-f]{8})/(?P<serial>\d{8,})
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in a part.
+    """One tensor in a part."""
 
-    Attributes:
-        name: Hugging Face parameter name.
-        encoding: of its bytes in the part.
-        nbytes: how many those are.
-        checksum: XXH3 of the tensor's own bytes, once decoded.
-    """
-
-    name: str
-    encoding: Encoding
-    nbytes: int
-    checksum: str
+    name: str  # Hugging Face parameter name
+    encoding: Encoding  # of its bytes in the part
+    nbytes: int  # how many those are
+    checksum: str  # XXH3 of the tensor's own bytes, once decoded
 
 
 Part = tuple[StoredTensor, ...]
@@ -78,21 +71,13 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """A version in the store.
+    """A version in the store."""
 
-    Attributes:
-        version: policy version.
-        base: serial number that the deltas are against; None if no tensor needs one.
-        header: of the safetensors file, without its length.
-        nbytes: of the safetensors file.
-        parts: the tensors of each.
-    """
-
-    version: int
-    base: int | None
-    header: str
-    nbytes: int
-    parts: tuple[Part, ...]
+    version: int  # policy version
+    base: int | None  # serial number that the deltas are against; None if no tensor needs one
+    header: str  # of the safetensors file, without its length
+    nbytes: int  # of the safetensors file
+    parts: tuple[Part, ...]  # the tensors of each
 
     @property
     def stored_bytes(self) -> int:

@@ -32,34 +32,23 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a tensor lies: bytes `[start, stop)` of the file.
-
-    Attributes:
-        dtype: name in the header, such as "BF16".
-        width: bytes of an element.
-    """
+    """Where a tensor lies: bytes `[start, stop)` of the file."""
 
     name: str
-    dtype: str
+    dtype: str  # name in the header, such as "BF16"
     shape: tuple[int, ...]
     start: int
     stop: int
-    width: int
+    width: int  # bytes of an element
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A file, mapped.
+    """A file, mapped."""
 
-    Attributes:
-        header: everything before the tensors.
-        spans: of all tensors, in the order of the file.
-        data: `[nbytes]` the whole file.
-    """
-
-    header: bytes
-    spans: tuple[Span, ...]
-    data: Bytes
+    header: bytes  # everything before the tensors
+    spans: tuple[Span, ...]  # of all tensors, in the order of the file
+    data: Bytes  # `[nbytes]` the whole file
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
