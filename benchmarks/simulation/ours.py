@@ -58,8 +58,9 @@ class Tokenizer:
 
     chat_template = None
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(character) for character in text]
+    def __call__(self, text: list[str], **options: bool) -> dict[str, list[list[int]]]:
+        ids = [[ord(character) for character in each] for each in text]
+        return {"input_ids": ids, "special_tokens_mask": [[0] * len(each) for each in ids]}
 
 
 class NoReward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tidemill.config.run import RunConfig
 from tidemill.config.storage import StoreConfig
 from tidemill.errors import RETRYABLE, DataError, ModelError, StoreError
 from tidemill.models import smollm2
-from tidemill.models.locate import Locator, fetch_model_once, find_model, first_sentence
+from tidemill.models.locate import Locator, fetch_model_once, find_model, first_sentence, weight_files
 from tidemill.store.object_store import ACCESS_KEY, SECRET_KEY, ObjectStore
 
 
@@ -47,6 +48,33 @@ def test_an_incomplete_folder_is_refused_with_the_missing_file(tmp_path: Path, m
     folder = make_model(tmp_path / "model")
     (folder / missing).unlink()
     with pytest.raises(ModelError, match=rf"lacks .*{missing.removeprefix('model')}"):
+        find_model(str(folder), tmp_path)
+
+
+def test_an_adapter_is_refused_with_its_base_model(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"is an adapter .* Merge it into its base model \(owner/base\)"):
+        find_model(str(folder), tmp_path)
+
+
+def test_a_model_of_shards_needs_all_of_them(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelError, match=r"it lacks model-00002-of-00002\.safetensors"):
+        find_model(str(folder), tmp_path)
+    (folder / "model-00002-of-00002.safetensors").touch()
+    (folder / "consolidated.safetensors").touch()
+    assert [path.name for path in weight_files(find_model(str(folder), tmp_path).path)] == sorted(shards.values())
+
+
+def test_weights_under_another_name_are_not_a_model(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    with pytest.raises(ModelError, match=r"it lacks model\.safetensors"):
         find_model(str(folder), tmp_path)
 
 

@@ -38,9 +38,19 @@ class CharTokenizer:
         assert add_generation_prompt
         return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>"
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        self.encoded += 1
-        return list(map(ord, "^" * add_special_tokens + text))
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool, return_special_tokens_mask: bool
+    ) -> dict[str, list[list[int]]]:
+        self.encoded += len(text)
+        assert return_special_tokens_mask
+        special = [1] * add_special_tokens
+        return {
+            "input_ids": [list(map(ord, "^" * add_special_tokens + each)) for each in text],
+            "special_tokens_mask": [special + [0] * len(each) for each in text],
+        }
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return chr(ids)
 
 
 class LengthReward:
@@ -92,12 +102,15 @@ class Rig:
     state: Mapping[str, Any] | None = None
     version: int = 0
     prompt: str = "question {}"
+    surrogate_row: int | None = None  # which cannot be rendered
     clock: Callable[[], float] = own_time
     timeouts: Timeouts = TIMEOUTS
 
     def __post_init__(self) -> None:
         config, data = self.config, self.config.data
         rows = [{"prompt": self.prompt.format(n), "answer": str(n)} for n in range(self.rows)]
+        if self.surrogate_row is not None:
+            rows[self.surrogate_row]["prompt"] += "\ud83d"
         self.prompts = PromptSet(rows, CharTokenizer(), data, config.seed)
         delay = self.token_delay_s
         self.engines = self.engines or [FakeEngine(faults=self.faults, token_delay_s=delay)]

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from rollout_rig import CharTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from tidemill.config.data import DataConfig
 from tidemill.errors import ConfigError, DataError
-from tidemill.rollout.prompts import PromptSet, check_same_data, data_digests
+from tidemill.rollout.prompts import PromptSet, UnusablePromptError, check_same_data, data_digests, encode
 
 ROWS = [{"prompt": f"question {n}", "answer": n, "level": n % 2} for n in range(7)]
 
@@ -79,9 +86,71 @@ def test_an_answer_is_text_or_nothing(answer: Any, text: str | None) -> None:
 def test_a_prompt_is_too_long_beyond_the_limit_and_never_cut() -> None:
     length = len("<user>question 0<assistant>")
     fits, exceeds = prompt_set(max_prompt_tokens=length), prompt_set(max_prompt_tokens=length - 1)
-    assert not fits.too_long(fits.prompt(0))
-    assert exceeds.too_long(exceeds.prompt(0))
-    assert len(exceeds.prompt(0).token_ids) == length
+    assert len(fits.prompt(0).token_ids) == length
+    with pytest.raises(UnusablePromptError, match=rf"row \d: {length} tokens, more than .* = {length - 1}") as caught:
+        exceeds.prompt(0)
+    assert caught.value.reason == "too_long"
+
+
+class RefusingTokenizer(CharTokenizer):
+    """Refuses messages with an unknown role, and texts with a question mark, as a batch."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str:
+        if "tool_calls" in conversation[0]:
+            return len(conversation[0]["tool_calls"]) * "call"
+        if conversation[0]["role"] == "system":
+            raise TemplateError("System role not supported")
+        return super().apply_chat_template(conversation, **options)
+
+    def __call__(self, text: list[str], **options: bool) -> dict[str, list[list[int]]]:
+        if any("?" in each for each in text):
+            raise TypeError("TextEncodeInput must be Union")
+        return super().__call__(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("why?", "row 2: the tokenizer refuses it: TypeError"),
+        ("a \ud83d", r"row 2: the prompt has '\\ud83d', half of a surrogate pair"),
+        ([{"role": "system", "content": "a"}], r"row 2: the chat template refuses it: System role not supported\."),
+        (
+            [{"role": "user", "content": "a", "tool_calls": 3}],
+            "row 2: the chat template refuses it: object of type 'int'",
+        ),
+        ("\u0100", "row 2: the token '\u0100' has the id 256, but the model's embedding has 200 rows"),
+    ],
+)
+def test_a_prompt_that_cannot_be_rendered_is_refused_alone(prompt: Any, message: str) -> None:
+    rows = [{"prompt": "a"}, {"prompt": prompt}, {"prompt": "b"}]
+    prompts = PromptSet(rows, RefusingTokenizer(), DataConfig(train="x.jsonl"), 0, vocab_size=200)
+    first, refused, last = prompts.token_ids(range(3))
+    assert not isinstance(first, DataError) and not isinstance(last, DataError)
+    assert isinstance(refused, UnusablePromptError)
+    assert re.match(message, str(refused))
+    with pytest.raises(UnusablePromptError, match=message) as caught:
+        prompts.at(1)
+    assert caught.value.reason == "unrenderable"
+    assert "".join(map(chr, prompts.canary())) == "<user>a<assistant>"
+
+
+def test_null_keys_of_messages_are_left_out() -> None:
+    rows = [{"prompt": [{"role": "user", "content": "a", "tool_calls": None}]}]
+    prompts = PromptSet(rows, RefusingTokenizer(), DataConfig(train="x.jsonl"), 0)
+    assert rendered(prompts) == "<user>a<assistant>"
+
+
+def test_special_tokens_behind_a_plain_prompt_are_left_out() -> None:
+    """A tokenizer that was saved with `add_eos_token` ends every text with the end of the sequence."""
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    pair = [("<s>", 1), ("</s>", 2)]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=pair)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    assert encode(fast, [{"role": "user", "content": "one two"}]).tolist() == [1, 3, 4]
+    assert encode(fast, [{"role": "user", "content": "one </s>"}]).tolist() == [1, 3, 2]
+    fast.chat_template = "{{ messages[0]['content'] }} </s>"
+    assert encode(fast, [{"role": "user", "content": "one"}]).tolist() == [3, 2]
 
 
 def test_rows_are_tokenised_once() -> None:

@@ -115,7 +115,9 @@ async def test_tokens_of_cancelled_groups_are_waste() -> None:
 
 async def test_every_prompt_too_long_ends_the_run_instead_of_searching_for_ever() -> None:
     rig = Rig(run_config(data={"max_prompt_tokens": 5}))
-    with pytest.raises(DataError, match=r"every prompt is longer than data.max_prompt_tokens = 5"):
+    with pytest.raises(
+        DataError, match=r"none of the 16 prompts can be used\. .* more than data\.max_prompt_tokens = 5"
+    ):
         await asyncio.wait_for(rig.rollouter.run(), 5)
 
 
@@ -126,6 +128,13 @@ async def test_a_prompt_that_is_too_long_is_skipped_counted_and_never_sent() -> 
     assert sorted(group.prompt.row for group in rig.trained) == sorted(set(range(10)) - rest_of(rig, 10))
     assert set(rig.ledger.quarantined.values()) <= {"too_long"}
     assert not set(requests(rig)) & set(rig.ledger.quarantined)
+
+
+async def test_a_prompt_that_cannot_be_rendered_is_skipped_and_counted() -> None:
+    rig = Rig(run_config(data={"epochs": 1, "shuffle": False}, trainer={"steps": 3}), surrogate_row=3)
+    assert await rig.run() == 3
+    assert 3 not in {group.prompt.row for group in rig.trained}
+    assert rig.ledger.quarantined == {3: "unrenderable"}
 
 
 def rest_of(rig: Rig, rows: int) -> set[int]:

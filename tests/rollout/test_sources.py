@@ -80,6 +80,24 @@ def test_parquet_rows_are_read_as_json_values(tmp_path: Path) -> None:
     assert load(path) == [{"prompt": [{"role": "user", "content": "hi"}], "day": "2026-01-02", "n": 1}]
 
 
+def test_every_row_has_a_place(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, '{"prompt": "a"}', "", '{"prompt": "b"}')
+    assert load_rows(str(path), DataConfig(train=str(path))).places == [f"{path}:1", f"{path}:3"]
+    table = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), table)
+    assert load_rows(str(table), DataConfig(train=str(table))).places == [f"{table}: row 1", f"{table}: row 2"]
+
+
+def test_null_keys_of_messages_in_parquet_are_left_out(tmp_path: Path) -> None:
+    """All structs of a column have all keys: a message without tool calls has them as null."""
+    path = tmp_path / "prompts.parquet"
+    call = {"name": "add", "arguments": {"a": 1, "b": None}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": messages, "answer": None}]), path)
+    kept = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    assert load(path) == [{"prompt": [messages[0], kept], "answer": None}]
+
+
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.parquet"
     path.write_bytes(b"nonsense")

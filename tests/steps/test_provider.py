@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tidemill.config.asynchrony import SyncConfig
 from tidemill.config.reading import parse_config
@@ -15,7 +17,7 @@ from tidemill.errors import (
     ConfigError,
     RunError,
 )
-from tidemill.steps.provider import LocalProvider, capacities, check_capacity, claimed, training_lock
+from tidemill.steps.provider import LocalProvider, capacities, check_capacity, claimed, count_weights, training_lock
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.server import embedded_store
 
@@ -31,6 +33,13 @@ def test_joining_a_ray_without_its_address_is_refused(addition: RunConfig, monke
         existing.check()
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     existing.check()
+
+
+def test_weights_that_a_folder_has_twice_are_counted_once(tmp_path: Path) -> None:
+    """Mistral publishes some models in its own format too, as `consolidated.safetensors`."""
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        save_file({"a": np.zeros((3, 4)), "b": np.zeros(5)}, tmp_path / name)
+    assert count_weights(tmp_path) == 17
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(addition: RunConfig) -> None:

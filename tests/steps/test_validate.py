@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout_rig import CharTokenizer
 from tidemill_components.validate import validate
 from tiny_model import CONTEXT, make_tiny_model
 
+from tidemill.config.data import DataConfig
 from tidemill.config.reading import load_config, parse_config
 from tidemill.config.run import RunConfig
 from tidemill.driver.failure import Failure
@@ -18,17 +20,20 @@ from tidemill.driver.restart import identity
 from tidemill.errors import (
     ConfigError,
     DataError,
+    ModelError,
     RewardError,
     StoreError,
     StoreRefusedError,
     TidemillError,
 )
+from tidemill.models.locate import Locator
 from tidemill.observe.events import read_events
+from tidemill.rollout.prompts import PromptSet
 from tidemill.steps.request import DEFAULTS
-from tidemill.steps.validate import check_inputs, check_model
+from tidemill.steps.validate import check_inputs, check_model, check_prompts
 from tidemill.store.checkpoint import open_checkpoints
 from tidemill.store.seaweedfs import folder_keys
-from tidemill.store.server import embedded_store
+from tidemill.store.server import embedded_store, open_store
 
 BAD = "name: probe"
 EXAMPLE = Path(__file__).parents[2] / "examples/addition.yaml"
@@ -99,8 +104,12 @@ def test_invalid_options_of_overlong_are_refused(options: str, addition: RunConf
     ("row", "overrides", "message"),
     [
         ({"prompt": CHAT, "answer": "2"}, [], r"data.system_prompt = 'You are a calculator.': allowed is null if"),
-        ({"prompt": "1 + 1", "answer": "two"}, [], "row 1 has the answer 'two', which is not a number"),
-        ({"prompt": "1 + 1", "answer": " "}, ["rewards.0.function=math_verify"], "row 1 has no answer in 'answer'"),
+        ({"prompt": "1 + 1", "answer": "two"}, [], r"rows\.jsonl:1 has the answer 'two', which is not a number"),
+        (
+            {"prompt": "1 + 1", "answer": " "},
+            ["rewards.0.function=math_verify"],
+            r"rows\.jsonl:1 has no answer in 'answer'",
+        ),
         ({"prompt": "1 + 1", "answer": "2"}, ["rewards.0.function=reasoning_gym"], "no column 'entry'"),
     ],
 )
@@ -199,7 +208,7 @@ def test_missing_model_folder_is_refused(addition: RunConfig) -> None:
 def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", 0)
     model, limit = f"model={tmp_path / 'model'}", CONTEXT - addition.data.max_prompt_tokens
-    check_model(parse_config(changed(addition, model, f"rollout.max_new_tokens={limit}")))
+    check_model(parse_config(changed(addition, model, f"rollout.max_new_tokens={limit}")), {}, trains=True)
     with pytest.raises(ConfigError, match=f"max_new_tokens = {CONTEXT + 1}: allowed is at most the {CONTEXT} tokens"):
         validated(changed(addition, model, f"rollout.max_new_tokens={limit + 1}"))
 
@@ -207,9 +216,9 @@ def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, t
 def test_tensor_parallel_size_must_divide_the_heads(addition: RunConfig, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", 0)
     model, size = f"model={tmp_path / 'model'}", "rollout.tensor_parallel_size"
-    check_model(parse_config(changed(addition, model, f"{size}=2")))
+    check_model(parse_config(changed(addition, model, f"{size}=2")), {}, trains=True)
     with pytest.raises(ConfigError, match=f"{size} = 3: allowed is a divisor of the 4 attention heads"):
-        check_model(parse_config(changed(addition, model, f"{size}=3")))
+        check_model(parse_config(changed(addition, model, f"{size}=3")), {}, trains=True)
 
 
 def test_context_of_a_published_model_on_this_machine_is_known(
@@ -218,13 +227,97 @@ def test_context_of_a_published_model_on_this_machine_is_known(
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
     make_tiny_model(tmp_path / "models/SmolLM2-135M-Instruct", 0)
     with pytest.raises(ConfigError, match="tokens of context of HuggingFaceTB/SmolLM2"):
-        check_model(parse_config(changed(addition, f"rollout.max_new_tokens={CONTEXT}")))
+        check_model(parse_config(changed(addition, f"rollout.max_new_tokens={CONTEXT}")), {}, trains=True)
+
+
+def with_rows(config: RunConfig, folder: Path, rows: list[dict[str, Any]], *overrides: str) -> str:
+    """The settings with a tiny model and these rows."""
+    if not (folder / "model").exists():
+        make_tiny_model(folder / "model", 0)
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"answer": "1"} | row) for row in rows))
+    named = f"model={folder / 'model'}", f"data.train={folder / 'rows.jsonl'}", "data.held_out=null"
+    return changed(
+        config, *named, "evaluation.every=0", "registry.min_score=null", "data.system_prompt=null", *overrides
+    )
+
+
+def test_every_prompt_is_rendered_and_the_lines_that_cannot_be_are_named(addition: RunConfig, tmp_path: Path) -> None:
+    text = with_rows(addition, tmp_path, [{"prompt": "w5"}, {"prompt": "w5 \ud83d"}, {"prompt": "w6"}])
+    message = (
+        r"^data\.train: 1 of 3 prompts cannot be rendered; .*\n  .*rows\.jsonl:2: the prompt has '\\ud83d', half of"
+    )
+    with pytest.raises(DataError, match=message):
+        validated(text)
+    (tmp_path / "model/chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
+    message = r"3 of 3 prompts cannot .*\n.*rows\.jsonl:1: the chat template refuses it: System role not supported\."
+    with pytest.raises(DataError, match=message):
+        validated(text)
+
+
+def test_a_token_beyond_the_embedding_is_refused_with_its_id_and_the_size(addition: RunConfig, tmp_path: Path) -> None:
+    text = with_rows(addition, tmp_path, [{"prompt": "w5"}])
+    path = tmp_path / "model/tokenizer.json"
+    path.write_text(path.read_text().replace('"w5": 5,', '"w5": 200,'))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the token 'w5' has the id 200, but .* embedding has 96 rows"):
+        validated(text)
+
+
+def test_lengths_of_the_prompts_are_said_and_too_long_ones_do_not_count(
+    addition: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "w5 w6 w7"}, {"prompt": "w95"}, {"prompt": "w5 w6 w7 w8"}]
+    small = "data.max_prompt_tokens=3", "trainer.ppo_mini_batch_size=2"
+    validated(with_rows(addition, tmp_path, rows, *small, "data.epochs=1"))
+    assert (
+        "data.train: 3 prompts of up to 4 tokens, 1 more than data.max_prompt_tokens = 3; " in capsys.readouterr().out
+    )
+    with pytest.raises(ConfigError, match=r"data\.epochs = 1: .* 2 prompts for one optimizer step of 3 groups"):
+        validated(with_rows(addition, tmp_path, rows, small[0], "trainer.ppo_mini_batch_size=3", "data.epochs=1"))
+    with pytest.raises(DataError, match=r"data\.train: all 3 prompts .* Raise data\.max_prompt_tokens"):
+        validated(with_rows(addition, tmp_path, rows[::2] + rows[2:], "data.max_prompt_tokens=2"))
+
+
+def test_progress_of_a_long_check_is_said() -> None:
+    rows = [{"prompt": f"question {number}"} for number in range(2500)]
+    said: list[str] = []
+    data = DataConfig(train="x.jsonl")
+    assert check_prompts(PromptSet(rows, CharTokenizer(), data, 0), "data.train", data, said.append, report_s=0) == 2500
+    assert said[:3] == [f"data.train: {done} of 2500 prompts are rendered" for done in (1000, 2000, 2500)]
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "awq", "gptq", "fp8", "compressed-tensors", "mxfp4"])
+def test_a_quantised_model_is_refused_before_anything_starts(addition: RunConfig, tmp_path: Path, method: str) -> None:
+    text = with_rows(addition, tmp_path, [{"prompt": "w5"}])
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(
+        ModelError, match=rf"is quantised .* config\.json has a quantization_config \({method}\)\. Name"
+    ):
+        validated(text)
+
+
+def test_a_model_of_the_store_is_checked_without_its_weights(addition: RunConfig, tmp_path: Path) -> None:
+    text = with_rows(
+        addition, tmp_path, [{"prompt": "w5"}], "model=s3://tidemill/models/tiny", "data.max_prompt_tokens=8"
+    )
+    config = parse_config(text)
+    with open_store(config.store, config.output) as store:
+        store.upload_folder(tmp_path / "model", "models/tiny")
+        folder = Locator.of(config).fetch_settings(config.model, tmp_path / "settings", [])
+        assert folder is not None
+        assert (folder / "model.safetensors").stat().st_size == 0
+        assert (folder / "tokenizer.json").stat().st_size > 0
+        inputs = check_inputs(config)
+        check_model(config, inputs, trains=True)
+        store.delete("models/tiny/model.safetensors")
+        with pytest.raises(ModelError, match=r"not a model folder: it lacks model\.safetensors"):
+            check_model(config, inputs, trains=True)
 
 
 @pytest.mark.parametrize("key", ["train", "held_out"])
 def test_row_without_the_answer_that_the_reward_needs_is_refused(addition: RunConfig, tmp_path: Path, key: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "reply": "2"}\n')
-    with pytest.raises(DataError, match=rf"data\.{key} = .*rows\.jsonl: row 2 has no answer in 'answer', which"):
+    with pytest.raises(DataError, match=rf"data\.{key} = .*rows\.jsonl:2 has no answer in 'answer', which"):
         validated(changed(addition, f"data.{key}={tmp_path / 'rows.jsonl'}"))
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from tidemill.actors.call import CONTROL_TIMEOUT_S, MAX_CALLS, Remote, delegate,
 from tidemill.actors.engine import RemoteEngine
 from tidemill.actors.placement import service_placement
 from tidemill.config.run import RunConfig
+from tidemill.models.hf_config import vocab_size_of
 from tidemill.models.locate import Locator, fetch_model_once
 from tidemill.protocols import Generation
 from tidemill.records import EngineId, Int32Array
@@ -61,10 +63,11 @@ class RolloutActor:
     async def start(self) -> None:
         """Read the prompts and start the reward workers; not in the constructor, whose errors look like its death."""
         config = self.config
-        tokenizer = load_tokenizer(self.model_path or (await asyncio.to_thread(fetch_model_once, config)).path)
+        folder = Path(self.model_path or (await asyncio.to_thread(fetch_model_once, config)).path)
+        tokenizer, vocab_size = load_tokenizer(folder), vocab_size_of(folder)
         fetch = Locator.of(config).fetch_file
-        self.prompts = load_prompts(config.data, tokenizer, config.seed, fetch)
-        held_out = load_held_out(config.data, tokenizer, config.seed, fetch)
+        self.prompts = load_prompts(config.data, tokenizer, config.seed, fetch, vocab_size)
+        held_out = load_held_out(config.data, tokenizer, config.seed, fetch, vocab_size)
         self.digests = data_digests(self.prompts, held_out)
         if self.restored is not None:
             check_same_data(config.data, self.restored, self.digests)

@@ -101,8 +101,8 @@ def check(file: RunFile, overrides: Settings = []) -> int:
     """Check whether a run can start, without starting it.
 
     Checks what `tidemill run` checks first: settings, prompts, rewards, model,
-    store, MLflow, and room on this machine. `tidemill submit FILE --dry-run` checks
-    a run for a cluster.
+    store, MLflow, and room on this machine. Every prompt is rendered as tokens.
+    `tidemill submit FILE --dry-run` checks a run for a cluster.
 
       tidemill check examples/addition.yaml
       tidemill check my.yaml trainer.steps=500 rewards.0.function=my_rewards:score
@@ -160,8 +160,8 @@ def evaluate(context: typer.Context, file: RunFile, overrides: Settings = []) ->
     config = load_config(file, overrides)
     if config.data.held_out is None:
         raise ConfigError("data.held_out", None, "a file of prompts", "Name one to score a model on.")
-    check_inputs(config)
-    check_model(config)
+    held_out = {"data.held_out": check_inputs(config)["data.held_out"]}
+    check_model(config, held_out, trains=False, say=partial(print, file=sys.stderr))
     say_loading(config.model)
     with quiet(context.obj):
         evaluation = score(config, config.model)

@@ -30,7 +30,8 @@ class RunConfig(Section):
     model: Text
     """A local folder (relative to the working directory), `s3://bucket/prefix`, `models:/NAME/VERSION` of the registry,
     or a Hugging Face name, of a causal language model with full attention in all layers, such as Llama and Qwen.
-    Sliding windows, layers with a state (Mamba) and capped or scaled logits are refused."""
+    Sliding windows, layers with a state (Mamba), capped or scaled logits, quantised weights and adapters are
+    refused."""
     output: Path = Path("runs")
     """Folder of run folders, the embedded store and the default MLflow file."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

@@ -47,11 +47,11 @@ def train_in_foreground(config: RunConfig, train: Train, *, debug: bool) -> int:
         TidemillError: the settings cannot succeed, another run holds the folder, or the training failed.
     """
     with output_lock(config.output, config.name):
-        check_inputs(config)
-        check_model(config)
+        inputs = check_inputs(config)
         LocalProvider(config).check()
         check_tracking(config.tracking.uri)
         check_restart(config)
+        check_model(config, inputs, trains=True)
         settings = prepare_folder(config)
         adopt_orphans()
         if debug:

@@ -6,26 +6,31 @@ reading them could run code.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from tidemill.config.run import RunConfig
 from tidemill.config.storage import StoreConfig
 from tidemill.errors import DataError, ModelError, StoreError
+from tidemill.models.hf_config import ADAPTER, read_json
 from tidemill.models.smollm2 import SMOLLM2, packaged_smollm2
 from tidemill.store.download_once import download_once
-from tidemill.store.object_store import ObjectStore, parse_uri
+from tidemill.store.object_store import ObjectStore, parse_uri, relative_path
 from tidemill.store.server import open_store
 from tidemill.tracking.mlflow_server import tracking_uri
 from tidemill.tracking.registry import model_source, pinned_uri
 
 STORE, REGISTRY = "s3://", "models:/"
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
+SETTINGS = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
+WEIGHTS = ["model.safetensors", "model-*.safetensors"]
+INDEX = "model.safetensors.index.json"
 SENTENCE = re.compile(r".+?(?=[.!?]\s|[.!?]?$)", re.MULTILINE)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -76,18 +81,56 @@ class Locator:
         """
         if not name.startswith((STORE, REGISTRY)):
             return find_model(name, default_cache())
-        registered = name.startswith(REGISTRY)
-        uri = model_source(name, self.registry) if registered else name
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier attempt may have left another model
+        with self._stored(name) as (store, prefix):
+            store.download_folder(prefix, folder)
+        return LocalModel(
+            checked(folder), f"{'model registry' if name.startswith(REGISTRY) else 'object store'}, {name}"
+        )
+
+    def fetch_settings(self, name: str, folder: Path, tried: list[str]) -> Path | None:
+        """A folder with the configuration and the tokenizer of a model; its weights are not downloaded.
+
+        Args:
+            name: as in `RunConfig.model`.
+            folder: receives the files of a model of the store; its weights become empty files.
+            tried: gets a line for each place where a published model was not found.
+
+        Returns:
+            None if it is a published model that is not on this machine, and the Hugging Face hub does not give it.
+
+        Raises:
+            ModelError: it is not found, or is no model.
+            StoreError: the store cannot be reached.
+        """
+        if not name.startswith((STORE, REGISTRY)):
+            return published_settings(name, tried) if is_published(name) else find_model(name, default_cache()).path
+        with self._stored(name) as (store, prefix):
+            for item in store.list(prefix):
+                path = folder / relative_path(item.key, prefix)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if any(fnmatch(path.name, pattern) for pattern in SETTINGS):
+                    store.get_file(item.key, path)
+                else:
+                    path.touch()
+        return checked(folder)
+
+    @contextmanager
+    def _stored(self, name: str) -> Iterator[tuple[ObjectStore, str]]:
+        """The store and the prefix of a model in the store or in the registry.
+
+        Raises:
+            ModelError: it does not exist.
+            StoreError: the store cannot be reached.
+        """
         try:
-            bucket, prefix = parse_uri(uri)
+            bucket, prefix = parse_uri(model_source(name, self.registry) if name.startswith(REGISTRY) else name)
         except StoreError as error:
             raise ModelError(f"model {name!r}: {error}") from error
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier attempt may have left another model
         with open_store(self.store.model_copy(update={"bucket": bucket}), self.output) as store:
             if not store.list(prefix):
                 raise ModelError(f"model {name!r} does not exist: no object of {store.endpoint} has this prefix")
-            store.download_folder(prefix, folder)
-        return LocalModel(checked(folder), f"{'model registry' if registered else 'object store'}, {name}")
+            yield store, prefix
 
     def fetch_file(self, uri: str, path: Path) -> None:
         """Download the object `s3://BUCKET/KEY` to a file.
@@ -155,7 +198,7 @@ def find_model(name: str, cache: Path) -> LocalModel:
     folder = Path(name).expanduser().absolute()  # actors of an existing Ray cluster work in other folders
     if folder.is_dir():
         return LocalModel(checked(folder), "local folder")
-    if not looks_like_hub_name(name):
+    if not is_published(name):
         raise ModelError(f"model {name!r}: there is no such folder, and a Hugging Face name has the form OWNER/NAME")
     tried = [f"the folder {folder.resolve()} (does not exist)"]
     for local, source in ((True, "Hugging Face cache"), (False, "Hugging Face hub")):
@@ -170,14 +213,30 @@ def find_model(name: str, cache: Path) -> LocalModel:
     raise ModelError(f"model {name!r} was not found. Tried: {attempts}. Name a local folder, or go online once")
 
 
-def snapshot(name: str, local: bool, source: str, tried: list[str]) -> Path | None:
+def published_settings(name: str, tried: list[str]) -> Path | None:
+    """The configuration and the tokenizer of a published model, from this machine or the hub; None without both.
+
+    Raises:
+        ModelError: it is no model.
+    """
+    converted = default_cache() / "models" / name.partition("/")[2]
+    if name == SMOLLM2 and converted.is_dir():
+        return converted
+    found = snapshot(name, True, "Hugging Face cache", tried)
+    found = found or snapshot(name, False, "Hugging Face hub", tried, SETTINGS)
+    return None if found is None else checked(found, weights=False)
+
+
+def snapshot(
+    name: str, local: bool, source: str, tried: list[str], patterns: Sequence[str] = (*SETTINGS, *WEIGHTS)
+) -> Path | None:
     """The hub's files of a model, from the cache or over the network; or None and a line in `tried`."""
     from httpx import HTTPError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        folder = Path(snapshot_download(name, local_files_only=local, allow_patterns=PATTERNS))
+        folder = Path(snapshot_download(name, local_files_only=local, allow_patterns=list(patterns)))
     except (HTTPError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
         tried.append(f"the {source} ({first_sentence(e)})")
         return None
@@ -193,55 +252,57 @@ def first_sentence(error: BaseException) -> str:
     return sentence[0] if sentence else type(error).__name__
 
 
-def looks_like_hub_name(name: str) -> bool:
-    """Whether `name` is OWNER/NAME."""
-    return HUB_NAME.fullmatch(name) is not None
+def is_published(name: str) -> bool:
+    """Whether `name` is OWNER/NAME, and not a local folder."""
+    return HUB_NAME.fullmatch(name) is not None and not Path(name).expanduser().is_dir()
 
 
-def checked(folder: Path) -> Path:
+def checked(folder: Path, weights: bool = True) -> Path:
     """The folder, if it is a model.
+
+    Args:
+        folder: to check.
+        weights: whether it must have them.
 
     Raises:
         ModelError: naming what it lacks.
     """
-    if missing := lacks(folder):
+    if (folder / ADAPTER).is_file():
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+        fix = f"Merge it into its base model ({base}) with peft's merge_and_unload, and name the merged model"
+        raise ModelError(f"{folder} is an adapter ({ADAPTER}), not a model. {fix}")
+    if missing := lacks(folder, weights):
         raise ModelError(f"{folder} is not a model folder: it lacks {', '.join(missing)}")
     return folder
 
 
-def lacks(folder: Path) -> list[str]:
+def lacks(folder: Path, weights: bool = True) -> list[str]:
     """The files of a Hugging Face model that this folder does not have."""
-    missing = []
-    if not (folder / "config.json").is_file():
-        missing.append("config.json")
-    if not any(folder.glob("*.safetensors")):
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    files = weight_files(folder) if weights else []
+    missing += [path.name for path in files if not path.is_file()]
+    if weights and not files:
         pickled = any(folder.glob("pytorch_model*.bin"))
-        missing.append("*.safetensors" + (" (its pickled weights are not read: convert them)" if pickled else ""))
+        missing.append("model.safetensors" + (" (its pickled weights are not read: convert them)" if pickled else ""))
     if not any((folder / name).is_file() for name in TOKENIZERS):
         missing.append(f"a tokenizer ({' or '.join(TOKENIZERS)})")
     return missing
 
 
-def context_of(folder: Path) -> int | None:
-    """Tokens that a model can attend to; None if its `config.json` does not say."""
-    return size_of(folder, "max_position_embeddings")
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads: `model.safetensors`, or the shards of the index.
 
-
-def heads_of(folder: Path) -> int | None:
-    """Attention heads of a layer; None if its `config.json` does not say."""
-    return size_of(folder, "num_attention_heads")
-
-
-def size_of(folder: Path, name: str) -> int | None:
-    """An integer from the `config.json` of a model.
+    A folder may have other files with the same weights, such as Mistral's `consolidated.safetensors`.
 
     Raises:
-        ModelError: there is no such file, or it is no JSON object.
+        ModelError: the index cannot be read.
     """
-    path = folder / "config.json"
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        size = tree.get("text_config", tree).get(name)  # of the language part of a multimodal model
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    return size if isinstance(size, int) else None
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ModelError(f"{index} cannot be read: it has no weight_map")
+    return [folder / name for name in sorted(set(shards.values()))]

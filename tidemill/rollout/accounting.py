@@ -15,6 +15,7 @@ from tidemill.records import Completion, Group
 from tidemill.rollout.failures import CrashQuarantine
 from tidemill.rollout.group_request import Clock, GroupRequest, RequestFailed, token_count
 from tidemill.rollout.ledger import Ledger
+from tidemill.rollout.prompts import UnusablePromptError
 
 LOG = logging.getLogger(__name__)
 
@@ -114,11 +115,11 @@ class Accounting:
         self.metrics, self.crashes = RolloutMetrics(), CrashQuarantine(ledger, config.rollout.max_attempts)
         self._sampled: dict[int, int] = {}  # tokens of every group that is generated and not trained yet, by uid
 
-    def too_long(self, uid: int, tokens: int) -> None:
-        limit = self._config.data.max_prompt_tokens
-        self._ledger.quarantine(uid, "too_long")
-        self.metrics.count("skipped/too_long")
-        LOG.warning("prompt occurrence %d skipped: %d tokens, data.max_prompt_tokens is %d", uid, tokens, limit)
+    def unusable(self, uid: int, error: UnusablePromptError) -> None:
+        """Skip a prompt that no engine can get."""
+        self._ledger.quarantine(uid, error.reason)
+        self.metrics.count(f"skipped/{error.reason}")
+        LOG.warning("prompt occurrence %d skipped: %s", uid, error)
 
     def generated(self, uid: int, completions: Sequence[Completion]) -> None:
         self.crashes.generated()

@@ -22,7 +22,7 @@ from tidemill.records import Completion, EngineId, Prompt
 from tidemill.rollout.engine_pool import EnginePool
 from tidemill.rollout.failures import HeldOutCrashQuarantine
 from tidemill.rollout.group_request import TIMEOUTS, Decode, Scorer, Timeouts, abort_request
-from tidemill.rollout.prompts import PromptSet
+from tidemill.rollout.prompts import PromptSet, UnusablePromptError
 
 Outcome = Answer | RewardError | EngineLostError | None
 """Of a held-out prompt; None if its engine crashed and the prompt is to be generated later, or never."""
@@ -72,19 +72,15 @@ class Evaluator:
         if held_out is None:
             raise ConfigError("data.held_out", None, "a source of prompts", "An evaluation needs held-out prompts.")
         count = min(self._config.evaluation.max_prompts or len(held_out), len(held_out))
-        prompts = [held_out.at(row) for row in range(count)]
-        fitting = [prompt for prompt in prompts if not held_out.too_long(prompt)]
-        if not fitting:
-            raise RunError(f"all {len(prompts)} held-out prompts exceed data.max_prompt_tokens; raise it")
-        outcomes = await self._outcomes(fitting, version, engine)
+        prompts, skipped = usable_prompts(held_out, count)
+        outcomes = await self._outcomes(prompts, version, engine)
         answers = [outcome for outcome in outcomes if isinstance(outcome, Answer)]
-        skipped = Counter(skip_reason(outcome) for outcome in outcomes if not isinstance(outcome, Answer))
+        skipped.update(skip_reason(outcome) for outcome in outcomes if not isinstance(outcome, Answer))
         if not answers:
             errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
             raise errors[-1] if errors else EngineError(f"all {len(outcomes)} held-out prompts crash their engine")
-        skipped["too_long"] = len(prompts) - len(fitting)
         score = sum(answer.reward for answer in answers) / len(answers)
-        return Evaluation(version, score, tuple(answers), {name: n for name, n in skipped.items() if n})
+        return Evaluation(version, score, tuple(answers), dict(skipped))
 
     async def _outcomes(self, prompts: Sequence[Prompt], version: int, engine: EngineId | None) -> list[Outcome]:
         """Answer concurrently; after engine crashes, first generate the prompts that must run alone."""
@@ -192,6 +188,24 @@ class Evaluator:
                 raise EngineError(f"the engine aborted held-out prompt {prompt.row}")
             self.crashes.answered(prompt.row)
             return completion
+
+
+def usable_prompts(held_out: PromptSet, count: int) -> tuple[list[Prompt], Counter[str]]:
+    """Of the first `count` rows, the prompts that an engine can get, and the number of others by reason.
+
+    Raises:
+        RunError: no prompt can be used.
+    """
+    prompts, skipped, last = [], Counter[str](), None
+    for row in range(count):
+        try:
+            prompts.append(held_out.at(row))
+        except UnusablePromptError as error:
+            skipped[error.reason] += 1
+            last = error
+    if not prompts:
+        raise RunError(f"none of the {count} held-out prompts can be used. The last one is {last}")
+    return prompts, skipped
 
 
 def skip_reason(outcome: Outcome) -> str:

@@ -10,6 +10,7 @@ from tidemill.errors import DataError, EngineError, RewardError, RunError, Tidem
 from tidemill.records import EngineId
 from tidemill.rollout.group_request import Clock, GroupRequest, RequestFailed
 from tidemill.rollout.ledger import Ledger
+from tidemill.rollout.prompts import UnusablePromptError
 
 LOG = logging.getLogger(__name__)
 
@@ -32,14 +33,14 @@ class FailureStreak:
         total: occurrences in the stream, None if unlimited; a short stream fails sooner.
         concurrent: groups that all engines run at once. This many may fail together when one engine dies while the
             others work.
-        rows: of the data; this many too long prompts in a row are all prompts.
+        rows: of the data; this many unusable prompts in a row are all prompts.
     """
 
     def __init__(self, total: int | None, concurrent: int, rows: int) -> None:
         self._total, self._concurrent, self._rows = total, concurrent, rows
         self._rewarded = False
         self._failed: dict[type[TidemillError], list[int]] = {EngineError: [], RewardError: []}
-        self._too_long = 0
+        self._unusable = 0
 
     def generated(self) -> None:
         self._failed[EngineError].clear()
@@ -64,13 +65,18 @@ class FailureStreak:
                 f"({failure.reason}): {failure.__cause__}"
             ) from failure.__cause__
 
-    def fits(self) -> None:
-        self._too_long = 0
+    def usable(self) -> None:
+        self._unusable = 0
 
-    def too_long(self, limit: int) -> None:
-        self._too_long += 1
-        if self._too_long >= self._rows:
-            raise DataError(f"every prompt is longer than data.max_prompt_tokens = {limit}; raise it")
+    def unusable(self, error: UnusablePromptError) -> None:
+        """A prompt is too long or cannot be rendered.
+
+        Raises:
+            DataError: all prompts are.
+        """
+        self._unusable += 1
+        if self._unusable >= self._rows:
+            raise DataError(f"none of the {self._rows} prompts can be used. The last one is {error}")
 
 
 class CrashQuarantine:

@@ -14,7 +14,8 @@ from tidemill.config.rollout import RolloutConfig
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, EngineError
 from tidemill.inference.engine import VllmEngine
-from tidemill.models.locate import Locator, context_of
+from tidemill.models.hf_config import context_of, vocab_size_of
+from tidemill.models.locate import Locator
 from tidemill.protocols import Evaluation, Sampling
 from tidemill.records import Completion, EngineId, Int32Array
 from tidemill.rollout.engine_pool import EnginePool
@@ -80,7 +81,8 @@ async def evaluate_model(config: RunConfig, folder: Path) -> Evaluation:
         TidemillError: the engine, a reward function or the data fails.
     """
     tokenizer: Any = load_tokenizer(folder)
-    held_out = load_held_out(config.data, tokenizer, config.seed, Locator.of(config).fetch_file)
+    fetch, vocab_size = Locator.of(config).fetch_file, vocab_size_of(folder)
+    held_out = load_held_out(config.data, tokenizer, config.seed, fetch, vocab_size)
     rewards = RewardPool(config.rewards)
     settings = config.rollout, config.data.max_prompt_tokens, config.seed, config.sync.transport
     engine = SingleEngine(lambda: VllmEngine(str(folder), *settings))

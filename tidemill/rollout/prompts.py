@@ -18,8 +18,11 @@ import numpy as np
 from tidemill.config.data import DataConfig
 from tidemill.errors import ConfigError, DataError, ModelError
 from tidemill.records import Int32Array, Prompt
-from tidemill.rollout.sources import Fetch, Row, load_rows
+from tidemill.rollout.sources import Fetch, Row, Rows, load_rows
 
+REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What code of a chat template or a tokenizer raises for input that it does not expect."""
+TOO_LONG = "more than data.max_prompt_tokens ="
 KEPT_EPOCHS = 2  # the present one, and the previous one for prompts that are issued again
 
 
@@ -29,10 +32,26 @@ class Tokenizer(Protocol):
     chat_template: str | None
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool, return_special_tokens_mask: bool
+    ) -> Mapping[str, list[list[int]]]: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+
+
+class UnusablePromptError(DataError):
+    """A prompt that is skipped and counted.
+
+    Attributes:
+        reason: `too_long` or `unrenderable`.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class PromptSet:
@@ -43,13 +62,22 @@ class PromptSet:
         tokenizer: of the policy.
         config: names of the columns, the system prompt, the number of epochs.
         seed: of the order.
+        vocab_size: rows of the model's embedding, None if unknown.
     """
 
-    def __init__(self, rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        seed: int,
+        vocab_size: int | None = None,
+    ) -> None:
         if not rows:
             raise DataError("a prompt set needs at least one row")
         self._rows, self._tokenizer, self._config, self._seed = rows, tokenizer, config, seed
-        self._rendered: dict[int, Prompt] = {}
+        self.vocab_size = vocab_size
+        self._prompts: dict[int, Prompt] = {}
         self._orders: dict[int, Int32Array] = {}
 
     def __len__(self) -> int:
@@ -66,6 +94,7 @@ class PromptSet:
 
         Raises:
             DataError: beyond the last epoch.
+            UnusablePromptError: as `at`.
         """
         return replace(self.at(self.row(uid)), uid=uid)
 
@@ -81,14 +110,28 @@ class PromptSet:
         return int(self._order(epoch)[position])
 
     def at(self, row: int) -> Prompt:
-        """The prompt of a row in the order of the data, for evaluation; its uid is the row."""
-        if row not in self._rendered:
-            self._rendered[row] = self._render(row)
-        return self._rendered[row]
+        """The prompt of a row in the order of the data, for evaluation; its uid is the row.
 
-    def too_long(self, prompt: Prompt) -> bool:
-        """Whether it exceeds `data.max_prompt_tokens`; such a prompt is skipped and counted, never cut."""
-        return len(prompt.token_ids) > self._config.max_prompt_tokens
+        Raises:
+            UnusablePromptError: it exceeds `data.max_prompt_tokens`, or cannot be rendered as tokens of the model.
+        """
+        if row not in self._prompts:
+            self._prompts[row] = self._prompt(row)
+        prompt, limit = self._prompts[row], self._config.max_prompt_tokens
+        if len(prompt.token_ids) > limit:
+            tokens = len(prompt.token_ids)
+            raise UnusablePromptError("too_long", f"{self.place(row)}: {tokens} tokens, {TOO_LONG} {limit}")
+        return prompt
+
+    def place(self, row: int) -> str:
+        """Where a row comes from, for messages."""
+        return self._rows.places[row] if isinstance(self._rows, Rows) else f"row {row + 1}"
+
+    def token_ids(self, rows: Sequence[int]) -> list[Int32Array | UnusablePromptError]:
+        """`[P]` int32 for each row, however long, or why it cannot be rendered."""
+        key, system = self._config.prompt_key, self._config.system_prompt
+        encoded = encode_all(self._tokenizer, [as_messages(self._rows[row][key], system) for row in rows])
+        return [self._checked(row, ids) for row, ids in zip(rows, encoded, strict=True)]
 
     def digest(self) -> str:
         """SHA-256 over the rows; a restart compares it with that of the checkpoint."""
@@ -104,9 +147,9 @@ class PromptSet:
             DataError: no row has two tokens.
         """
         for row in range(len(self._rows)):
-            token_ids = self.at(row).token_ids[: self._config.max_prompt_tokens]
-            if len(token_ids) >= 2:
-                return token_ids
+            (ids,) = self.token_ids([row])
+            if not isinstance(ids, UnusablePromptError) and len(ids[: self._config.max_prompt_tokens]) >= 2:
+                return ids[: self._config.max_prompt_tokens]
         raise DataError("no prompt has two tokens; the comparison of trainer and engine needs one")
 
     def _order(self, epoch: int) -> Int32Array:
@@ -116,18 +159,26 @@ class PromptSet:
             self._orders[epoch] = epoch_order(len(self._rows), self._seed, epoch, self._config.shuffle)
         return self._orders[epoch]
 
-    def _render(self, row: int) -> Prompt:
+    def _prompt(self, row: int) -> Prompt:
+        (ids,) = self.token_ids([row])
+        if isinstance(ids, UnusablePromptError):
+            raise ids
         columns = dict(self._rows[row])
         content = columns.pop(self._config.prompt_key)
-        answer = take(columns, self._config.answer_key)
-        return Prompt(
-            uid=row,
-            row=row,
-            token_ids=encode(self._tokenizer, as_messages(content, self._config.system_prompt)),
-            text=question_of(content),
-            answer=as_text(answer),
-            extra=columns,
-        )
+        answer = as_text(take(columns, self._config.answer_key))
+        return Prompt(uid=row, row=row, token_ids=ids, text=question_of(content), answer=answer, extra=columns)
+
+    def _checked(self, row: int, ids: Int32Array | DataError) -> Int32Array | UnusablePromptError:
+        if not isinstance(ids, DataError):
+            largest = int(ids.max(initial=0))
+            if self.vocab_size is None or largest < self.vocab_size:
+                return ids
+            token, rows = self._tokenizer.convert_ids_to_tokens(largest), self.vocab_size
+            fix = "Use the tokenizer of the model, or resize its embedding"
+            ids = DataError(
+                f"the token {token!r} has the id {largest}, but the model's embedding has {rows} rows. {fix}"
+            )
+        return UnusablePromptError("unrenderable", f"{self.place(row)}: {ids}")
 
 
 def epoch_order(rows: int, seed: int, epoch: int, shuffle: bool) -> Int32Array:
@@ -138,22 +189,70 @@ def epoch_order(rows: int, seed: int, epoch: int, shuffle: bool) -> Int32Array:
     return generator.permutation(rows).astype(np.int32)
 
 
-def as_messages(content: str | list[dict[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
-    """A string becomes a user message after the system prompt; a list of messages is used as it is."""
+def as_messages(content: str | list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+    """A string becomes a user message after the system prompt; messages are used as they are, without null keys."""
     if not isinstance(content, str):
-        return content
+        return [{key: value for key, value in message.items() if value is not None} for message in content]
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": content}]
 
 
-def encode(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> Int32Array:
-    """`[P]` int32: through the chat template, or as plain text if the tokenizer has none."""
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
-    else:
-        ids = tokenizer.encode("\n\n".join(m["content"] for m in messages), add_special_tokens=True)
-    return np.array(ids, dtype=np.int32)
+def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> Int32Array:
+    """`[P]` int32: through the chat template, or as plain text if the tokenizer has none.
+
+    Raises:
+        DataError: the template or the tokenizer refuses the messages.
+    """
+    (ids,) = encode_all(tokenizer, [messages])
+    if isinstance(ids, DataError):
+        raise ids
+    return ids
+
+
+def encode_all(tokenizer: Tokenizer, prompts: Sequence[list[dict[str, Any]]]) -> list[Int32Array | DataError]:
+    """`encode` of many prompts in the threads of the tokenizer; an error takes the place of one that is refused."""
+    texts = [prompt_text(tokenizer, messages) for messages in prompts]
+    encoded = iter(tokenize(tokenizer, [text for text in texts if isinstance(text, str)]))
+    return [next(encoded) if isinstance(text, str) else text for text in texts]
+
+
+def prompt_text(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str | DataError:
+    """The text of a prompt, or why there is none."""
+    from jinja2 import TemplateError
+
+    try:
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        else:
+            text = "\n\n".join(message["content"] for message in messages)
+        text.encode()
+    except UnicodeEncodeError as error:
+        return DataError(f"the prompt has {text[error.start]!r}, half of a surrogate pair and no character; remove it")
+    except (TemplateError, *REFUSALS) as error:
+        why = f"the chat template refuses it: {error}" if str(error) else f"the chat template raises {error!r}"
+        return DataError(f"{why}. Fix the messages, or the chat template of the model")
+    return text
+
+
+def tokenize(tokenizer: Tokenizer, texts: list[str]) -> list[Int32Array | DataError]:
+    """The tokens of every text, or why there are none.
+
+    A template has written the special tokens. Without one the tokenizer adds its own, but none behind the prompt: after
+    an end of sequence the model would have nothing to continue.
+    """
+    if not texts:
+        return []
+    plain = not tokenizer.chat_template
+    try:
+        batch = tokenizer(texts, add_special_tokens=plain, return_special_tokens_mask=True)
+    except REFUSALS as error:
+        if len(texts) == 1:
+            return [DataError(f"the tokenizer refuses it: {error!r}")]
+        return [ids for text in texts for ids in tokenize(tokenizer, [text])]
+    return [
+        np.array(ids[: len(mask) - mask[::-1].index(0)] if 0 in mask else ids, dtype=np.int32)
+        for ids, mask in zip(batch["input_ids"], batch["special_tokens_mask"], strict=True)
+    ]
 
 
 def question_of(content: str | list[dict[str, str]]) -> str:
@@ -193,16 +292,21 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def load_prompts(config: DataConfig, tokenizer: Tokenizer, seed: int, fetch: Fetch | None = None) -> PromptSet:
+def load_prompts(
+    config: DataConfig, tokenizer: Tokenizer, seed: int, fetch: Fetch | None = None, vocab_size: int | None = None
+) -> PromptSet:
     """The training prompts of a config. Errors as `sources.load_rows`."""
-    return PromptSet(load_rows(config.train, config, fetch=fetch), tokenizer, config, seed)
+    return PromptSet(load_rows(config.train, config, fetch=fetch), tokenizer, config, seed, vocab_size)
 
 
-def load_held_out(config: DataConfig, tokenizer: Tokenizer, seed: int, fetch: Fetch | None = None) -> PromptSet | None:
+def load_held_out(
+    config: DataConfig, tokenizer: Tokenizer, seed: int, fetch: Fetch | None = None, vocab_size: int | None = None
+) -> PromptSet | None:
     """The held-out prompts of a config, if it names any. Errors as `sources.load_rows`."""
     if config.held_out is None:
         return None
-    return PromptSet(load_rows(config.held_out, config, "data.held_out", fetch), tokenizer, config, seed)
+    rows = load_rows(config.held_out, config, "data.held_out", fetch)
+    return PromptSet(rows, tokenizer, config, seed, vocab_size)
 
 
 def data_digests(train: PromptSet, held_out: PromptSet | None) -> dict[str, str | None]:

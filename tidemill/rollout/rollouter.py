@@ -38,7 +38,7 @@ from tidemill.rollout.group_request import (
 )
 from tidemill.rollout.ledger import Ledger
 from tidemill.rollout.ordering import DeliveryOrder, StartOrder
-from tidemill.rollout.prompts import PromptSet
+from tidemill.rollout.prompts import PromptSet, UnusablePromptError
 
 LOG = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Rollouter:
         Raises:
             RewardError: the reward fails for every prompt from the start on.
             EngineError: the engines fail for every prompt.
-            DataError: every prompt is too long.
+            DataError: no prompt can be used.
             RunError: nothing finished for twice `rollout.group_timeout_s`.
         """
         self._idle.read()
@@ -160,13 +160,14 @@ class Rollouter:
             if self._evaluator.exclusive or self._accounting.crashes.must_wait(uid, self._in_flight.values()):
                 return
             self._admission.start(uid)
-            prompt = self.prompts.prompt(uid)
-            if self.prompts.too_long(prompt):
-                self._accounting.too_long(uid, len(prompt.token_ids))
-                self._failures.too_long(self.config.data.max_prompt_tokens)
+            try:
+                prompt = self.prompts.prompt(uid)
+            except UnusablePromptError as error:
+                self._accounting.unusable(uid, error)
+                self._failures.unusable(error)
                 await asyncio.sleep(0)  # many such prompts in a row must not block the event loop
                 continue
-            self._failures.fits()
+            self._failures.usable()
             request = GroupRequest(prompt, next(self._request_numbers), self._admission.version, self._clock())
             self._in_flight[uid] = request
             request.task = asyncio.create_task(self._process(request))

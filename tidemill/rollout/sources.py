@@ -25,13 +25,22 @@ Located = tuple[str, Any]
 Fetch = Callable[[str, Path], None]
 """Brings the object `s3://bucket/key` to a file: `models.locate.Locator.fetch_file`."""
 
+
+class Rows(list[Row]):
+    """Rows, and the place of each: FILE:LINE, or SOURCE: row NUMBER."""
+
+    def __init__(self, rows: Iterable[Row], places: list[str]) -> None:
+        super().__init__(rows)
+        self.places = places
+
+
 FORMS = (
     "a .jsonl or .parquet file, local or s3://BUCKET/KEY, hf://DATASET:SPLIT[?OPTION=VALUE], or "
     "reasoning_gym://TASK[?OPTION=VALUE]"
 )
 
 
-def load_rows(source: str, config: DataConfig, key: str = "data.train", fetch: Fetch | None = None) -> list[Row]:
+def load_rows(source: str, config: DataConfig, key: str = "data.train", fetch: Fetch | None = None) -> Rows:
     """Read and check all rows of a source.
 
     Args:
@@ -45,7 +54,11 @@ def load_rows(source: str, config: DataConfig, key: str = "data.train", fetch: F
         ConfigError: the form of the source is unknown, or needs a library that is not installed.
         StoreError: the object store does not answer.
     """
-    rows = [check_row(row, where, config.prompt_key) for where, row in located_rows(source, config, key, fetch)]
+    places: list[str] = []
+    rows = Rows([], places)
+    for place, row in located_rows(source, config, key, fetch):
+        rows.append(check_row(row, place, config.prompt_key))
+        places.append(place)
     if not rows:
         raise DataError(f"{source}: it has no prompts; {key} needs at least one")
     return rows
@@ -57,32 +70,34 @@ def located_rows(source: str, config: DataConfig, key: str, fetch: Fetch | None)
     if separator and scheme in ("hf", "reasoning_gym"):
         name, _, query = rest.partition("?")
         options = query_options(query, key, source)
-        return hub_rows(name, options, key) if scheme == "hf" else task_rows(name, options, config, key)
+        if scheme == "hf":
+            return hub_rows(name, options, key, config.prompt_key)
+        return task_rows(name, options, config, key)
     path = Path(source)
     if scheme not in ("s3", source) or path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(key, source, FORMS, "Convert the file, or correct the name.")
     if separator:
         if fetch is None:
             raise ConfigError(key, source, "a local file, because no object store is configured", "Copy the file here.")
-        return stored_rows(source, fetch)
+        return stored_rows(source, fetch, config.prompt_key)
     if not path.is_file():
         raise DataError(
             f"{path}: no such file. Set {key} to a file that exists; a relative path starts at the config's folder."
         )
-    return file_rows(path, source)
+    return file_rows(path, source, config.prompt_key)
 
 
-def stored_rows(source: str, fetch: Fetch) -> Iterator[Located]:
+def stored_rows(source: str, fetch: Fetch, prompt_key: str) -> Iterator[Located]:
     """Rows of a file in the object store."""
     with TemporaryDirectory(prefix="tidemill-prompts-") as folder:
         path = Path(folder) / f"prompts{Path(source).suffix}"
         fetch(source, path)
-        yield from file_rows(path, source)
+        yield from file_rows(path, source, prompt_key)
 
 
-def file_rows(path: Path, name: str) -> Iterator[Located]:
+def file_rows(path: Path, name: str, prompt_key: str) -> Iterator[Located]:
     """Rows of a local file; messages call it `name`."""
-    return jsonl_rows(path, name) if path.suffix == ".jsonl" else parquet_rows(path, name)
+    return jsonl_rows(path, name) if path.suffix == ".jsonl" else parquet_rows(path, name, prompt_key)
 
 
 def query_options(query: str, key: str, source: str) -> dict[str, Any]:
@@ -111,7 +126,7 @@ def jsonl_rows(path: Path, name: str) -> Iterator[Located]:
                 raise DataError(f"{name}:{number}: not valid JSON: {error}") from error
 
 
-def parquet_rows(path: Path, name: str) -> Iterator[Located]:
+def parquet_rows(path: Path, name: str, prompt_key: str) -> Iterator[Located]:
     """Rows of a parquet file, numbered from 1; values without a JSON form, such as dates, become strings."""
     pyarrow = import_library("pyarrow", "pyarrow")
     parquet = import_library("pyarrow.parquet", "pyarrow")
@@ -120,10 +135,10 @@ def parquet_rows(path: Path, name: str) -> Iterator[Located]:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name}: not a readable parquet file: {error}") from error
     for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"{name}: row {number}", as_json(row)
+        yield f"{name}: row {number}", arrow_row(row, prompt_key)
 
 
-def hub_rows(address: str, options: Mapping[str, Any], key: str) -> Iterator[Located]:
+def hub_rows(address: str, options: Mapping[str, Any], key: str, prompt_key: str) -> Iterator[Located]:
     """Rows of `DATASET:SPLIT`; the options go to `datasets.load_dataset`."""
     name, _, split = address.rpartition(":")
     source = f"hf://{address}"
@@ -135,7 +150,7 @@ def hub_rows(address: str, options: Mapping[str, Any], key: str) -> Iterator[Loc
     except (OSError, ValueError) as error:
         raise DataError(f"{source}: cannot be loaded: {error}") from error
     for number, row in enumerate(rows, start=1):
-        yield f"{source}: row {number}", as_json(row)
+        yield f"{source}: row {number}", arrow_row(row, prompt_key)
 
 
 def task_rows(task: str, options: Mapping[str, Any], config: DataConfig, key: str) -> Iterator[Located]:
@@ -169,6 +184,20 @@ def check_row(row: Any, where: str, prompt_key: str) -> Row:
 def is_message(message: Any) -> bool:
     """Whether this is `{"role": ..., "content": ...}` with string values."""
     return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+def arrow_row(row: Mapping[str, Any], prompt_key: str) -> Row:
+    """A row of a table. In its messages, keys without a value are left out: all structs of a column have all keys."""
+    columns: Row = as_json(row)
+    messages = columns.get(prompt_key)
+    return columns | {prompt_key: without_nulls(messages)} if isinstance(messages, list) else columns
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the keys of mappings that are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def as_json(value: Any) -> Any:

@@ -20,7 +20,7 @@ from tidemill.cluster.local import check_temporary_folder, start_services, stop_
 from tidemill.cluster.processes import locked, write_owner
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError
-from tidemill.models.locate import Locator, fetch_model
+from tidemill.models.locate import Locator, fetch_model, weight_files
 from tidemill.observe.events import EventLog, PhaseStarted
 from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation
@@ -218,9 +218,9 @@ def capacities(config: RunConfig, weights: int) -> Iterator[Capacity]:
 
 
 def count_weights(folder: Path) -> int:
-    """Parameters in the safetensors files of a model."""
+    """Parameters of a model."""
     total = 0
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         with safe_open(path, framework="np") as file:
             total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
     return total

@@ -9,32 +9,27 @@ import inspect
 import math
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
+
+from rich.console import Console
 
 from tidemill.config.data import DataConfig, RewardConfig
 from tidemill.config.run import RunConfig
 from tidemill.driver.restart import check_fit
 from tidemill.errors import ConfigError, DataError
-from tidemill.models.locate import (
-    Locator,
-    context_of,
-    default_cache,
-    find_model,
-    heads_of,
-    looks_like_hub_name,
-    pin_model,
-    snapshot,
-)
-from tidemill.models.smollm2 import SMOLLM2
+from tidemill.models.hf_config import context_of, heads_of, refuse_untrainable, vocab_size_of
+from tidemill.models.locate import Locator, pin_model
 from tidemill.observe.markdown import links
-from tidemill.rollout.prompts import as_text, take
+from tidemill.rollout.prompts import TOO_LONG, PromptSet, UnusablePromptError, as_text, load_tokenizer, take
 from tidemill.rollout.rewards import first_number, resolve
-from tidemill.rollout.sources import Row, load_rows
+from tidemill.rollout.sources import Row, Rows, load_rows
 from tidemill.steps.provider import provider_of
 from tidemill.steps.refusal import explained
 from tidemill.steps.request import Request, settings_key
@@ -51,8 +46,19 @@ FOREIGN_FIX = "call it from a function of your own, as docs/from_verl.md shows."
 NEED_ENTRIES = "reasoning_gym"
 PORTS = {"http": 80, "https": 443}
 PROBE_TIMEOUT_S = 5.0
+BATCH = 1000  # prompts that are tokenised at once
+REPORT_S = 10.0
+NAMED = 3  # prompts that a message names
 MAX_SETTINGS = 32 << 10
 """Bytes of the settings as YAML, which are an argument of every step."""
+
+
+Say = Callable[[str], None]
+
+
+def print_line(text: str) -> None:
+    """Write a line to the log of the step."""
+    Console(soft_wrap=True, highlight=False, markup=False).print(text)
 
 
 @explained()
@@ -103,11 +109,11 @@ def check_run(config: RunConfig) -> RunConfig:
     """
     check_length(config)
     check_output(config)
-    check_inputs(config)
-    check_model(config)
+    inputs = check_inputs(config)
     check_tracking(config.tracking.uri)
     check_store(config)
     provider_of(config).check()
+    check_model(config, inputs, trains=True)  # last, because it takes minutes for a million prompts
     return pin_model(config)
 
 
@@ -119,8 +125,11 @@ def check_length(config: RunConfig) -> None:
         raise ConfigError("config", f"{length} bytes", f"at most {MAX_SETTINGS} with every default", fix)
 
 
-def check_inputs(config: RunConfig) -> None:
+def check_inputs(config: RunConfig) -> dict[str, Rows]:
     """Check that the prompts can be read and suffice, and that each reward function accepts its arguments and answers.
+
+    Returns:
+        The rows of each source, by its setting.
 
     Raises:
         ConfigError, DataError, RewardError: naming the setting, the file and line, or the function.
@@ -133,12 +142,14 @@ def check_inputs(config: RunConfig) -> None:
     for place, reward in enumerate(config.rewards):
         check_reward(reward, f"rewards.{place}")
         for key, found in rows.items():
-            source = f"{key} = {sources[key]}"
             if reward.function in NEED_ANSWERS:
-                check_answers(found, config.data.answer_key, source, reward.function)
+                check_answers(found, config.data.answer_key, f"{key} = {sources[key]}", reward.function)
             if reward.function == NEED_ENTRIES and not all("entry" in row for row in found):
                 fix = "Use data of reasoning_gym://TASK, or another reward."
-                raise DataError(f"{source}: a row has no column 'entry', which the reward {NEED_ENTRIES} needs. {fix}")
+                raise DataError(
+                    f"{key} = {sources[key]}: a row has no column 'entry', which the reward {NEED_ENTRIES} needs. {fix}"
+                )
+    return rows
 
 
 def check_prompt_count(config: RunConfig, rows: int) -> None:
@@ -206,46 +217,104 @@ def check_overlong(options: Mapping[str, Any], key: str) -> None:
         raise ConfigError(key, dict(options), allowed, "See docs/configuration.md.")
 
 
-def check_answers(rows: Sequence[Row], answer_key: str, source: str, function: str) -> None:
+def check_answers(rows: Rows, answer_key: str, source: str, function: str) -> None:
     """Refuse rows that a reward function cannot score.
 
     Raises:
-        DataError: naming the first row, counted from 1, without an answer or, if needed, without a number as answer.
+        DataError: naming the first row without an answer or, if needed, without a number as answer.
     """
-    for number, row in enumerate(rows, start=1):
+    for place, row in zip(rows.places, rows, strict=True):
         answer = as_text(take(dict(row), answer_key))
         if answer is None or not answer.strip():
             raise DataError(
-                f"{source}: row {number} has no answer in {answer_key!r}, which the reward {function} needs; it has "
+                f"{source}: {place} has no answer in {answer_key!r}, which the reward {function} needs; it has "
                 f"{sorted(row)}. Set data.answer_key to one of them, or use another reward."
             )
         if function == "exact_number" and first_number(answer) is None:
             raise DataError(
-                f"{source}: row {number} has the answer {answer!r}, which is not a number, but the reward {function} "
+                f"{source}: {place} has the answer {answer!r}, which is not a number, but the reward {function} "
                 "compares numbers. Fix the data, or use another reward, such as math_verify."
             )
 
 
-def check_model(config: RunConfig) -> None:
-    """Check a model that is on this machine; `provision` fetches any other model first.
+def check_model(config: RunConfig, inputs: Mapping[str, Rows], *, trains: bool, say: Say = print_line) -> None:
+    """Check a model by its configuration and its tokenizer, which are fetched if they are elsewhere.
+
+    Args:
+        config: of the run.
+        inputs: as `check_inputs` returns them; each prompt is rendered.
+        trains: whether the run trains the model.
+        say: gets what is worth knowing about the prompts, and the progress.
 
     Raises:
-        ModelError: the folder does not exist or is not a model.
+        ModelError: the model does not exist, is no model or cannot be trained.
         ConfigError: the longest prompt and response exceed the context, or the GPUs do not divide the attention heads.
+        DataError: a prompt cannot be rendered as tokens of the model.
     """
-    remote = config.model.startswith(("s3://", "models:/")) or looks_like_hub_name(config.model)
-    if remote and not Path(config.model).expanduser().is_dir():
-        folder = cached_model(config.model)
-    else:
-        folder = find_model(config.model, default_cache()).path
-    if folder is None:
-        return
-    check_heads(config, heads_of(folder))
-    wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    context = context_of(folder)
-    if context is not None and wanted > context:
-        allowed = f"at most the {context} tokens of context of {config.model}"
-        raise ConfigError("data.max_prompt_tokens + rollout.max_new_tokens", wanted, allowed, "Lower one of the two.")
+    tried: list[str] = []
+    with TemporaryDirectory(prefix="tidemill-model-") as scratch:
+        folder = Locator.of(config).fetch_settings(config.model, Path(scratch), tried)
+        if folder is None:
+            say(f"the model and the tokens of the prompts are not checked: {config.model} is not in {', '.join(tried)}")
+            return
+        if trains:
+            refuse_untrainable(folder)
+        check_heads(config, heads_of(folder))
+        wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        context = context_of(folder)
+        if context is not None and wanted > context:
+            allowed = f"at most the {context} tokens of context of {config.model}"
+            raise ConfigError(
+                "data.max_prompt_tokens + rollout.max_new_tokens", wanted, allowed, "Lower one of the two."
+            )
+        tokenizer, vocab_size = load_tokenizer(folder), vocab_size_of(folder)
+        for key, rows in inputs.items():
+            prompts = PromptSet(rows, tokenizer, config.data, config.seed, vocab_size)
+            usable = check_prompts(prompts, key, config.data, say)
+            if key == "data.train":
+                check_prompt_count(config, usable)
+
+
+def check_prompts(prompts: PromptSet, key: str, data: DataConfig, say: Say, report_s: float = REPORT_S) -> int:
+    """Render every prompt of a source as tokens, and say how long they are.
+
+    Args:
+        prompts: of the source.
+        key: the setting that names it.
+        data: the settings of the data.
+        say: gets a line about the lengths, and lines about the progress.
+        report_s: seconds between two lines about the progress.
+
+    Returns:
+        Number of prompts that are not too long.
+
+    Raises:
+        DataError: a prompt cannot be rendered, or all are too long.
+    """
+    lengths: list[int] = []
+    largest, refused, reported = 0, list[str](), time.monotonic()
+    for start in range(0, len(prompts), BATCH):
+        for ids in prompts.token_ids(range(start, min(start + BATCH, len(prompts)))):
+            if isinstance(ids, UnusablePromptError):
+                refused.append(str(ids))
+            else:
+                lengths.append(len(ids))
+                largest = max(largest, int(ids.max(initial=0)))
+        if time.monotonic() - reported >= report_s:
+            reported = time.monotonic()
+            say(f"{key}: {len(lengths) + len(refused)} of {len(prompts)} prompts are rendered")
+    if refused:
+        first = "\n  ".join(refused[:NAMED])
+        raise DataError(
+            f"{key}: {len(refused)} of {len(prompts)} prompts cannot be rendered; fix or remove them:\n  {first}"
+        )
+    too_long = sum(length > data.max_prompt_tokens for length in lengths)
+    rows = prompts.vocab_size or "unknown"
+    counts = f"{len(prompts)} prompts of up to {max(lengths)} tokens, {too_long} {TOO_LONG} {data.max_prompt_tokens}"
+    say(f"{key}: {counts}; the largest token id is {largest} in an embedding of {rows} rows")
+    if too_long == len(prompts):
+        raise DataError(f"{key}: all {counts}. Raise data.max_prompt_tokens.")
+    return len(prompts) - too_long
 
 
 def check_heads(config: RunConfig, heads: int | None) -> None:
@@ -256,16 +325,6 @@ def check_heads(config: RunConfig, heads: int | None) -> None:
         raise ConfigError(
             "rollout.tensor_parallel_size", size, allowed, "Every GPU of an engine has the same number of heads."
         )
-
-
-def cached_model(name: str) -> Path | None:
-    """The folder of a published model that was downloaded or converted earlier; makes no network request."""
-    if not looks_like_hub_name(name):
-        return None
-    converted = default_cache() / "models" / name.partition("/")[2] if name == SMOLLM2 else None
-    if converted is not None and converted.is_dir():
-        return converted
-    return snapshot(name, True, "Hugging Face cache", [])
 
 
 def check_store(config: RunConfig) -> None:

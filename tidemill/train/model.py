@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tidemill.errors import ModelError
+from tidemill.models.hf_config import read_config, refuse_untrainable
 from tidemill.train.logprobs import attention_mask, token_log_probs
 from tidemill.train.sharding import full_tensor
 from tidemill.weights.tensor_files import write_tensors
@@ -28,8 +28,6 @@ LOGITS_BYTES = 256 << 20
 # Tokenizer, chat template and generation config; weights and their index are not copied.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
 WRITTEN = frozenset({"config.json"})
-# Settings that change the logits between the last hidden state and the softmax.
-LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 RANDOM = ("drop", "jitter")  # in the names of settings that make training mode random
 
 
@@ -39,29 +37,27 @@ def load_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
     Raises:
         ModelError: naming the folder and the cause.
     """
+    refuse_untrainable(folder)
+    config = disable_dropout(read_config(folder))
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        # A multimodal config nests the settings of the language model.
-        refuse_unsupported(folder, config.to_dict() | config.get_text_config().to_dict())
         model = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=disable_dropout(config),
+            config=config,
             dtype=torch.float32,
             attn_implementation="sdpa",
             local_files_only=True,
         )
-    except ModelError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {error}") from error
-    refuse_architecture(folder, model)
+    if model.get_output_embeddings().bias is not None:
+        raise ModelError(f"{folder}: a language model head with a bias is not supported")
     prepare(model, gradient_checkpointing)
     return model
 
 
 def load_meta_model(folder: Path, gradient_checkpointing: bool = False) -> Any:
     """What `load_model` returns, on the `meta` device: shapes without values."""
-    config = disable_dropout(AutoConfig.from_pretrained(folder, local_files_only=True))
+    config = disable_dropout(read_config(folder))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     prepare(model, gradient_checkpointing)
@@ -73,43 +69,6 @@ def prepare(model: Any, gradient_checkpointing: bool) -> None:
     model.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def refuse_unsupported(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse settings for which a packed row (full attention, position ids, plain projection) is not exact.
-
-    Raises:
-        ModelError: naming the setting.
-    """
-    found = [name for name in LOGIT_SETTINGS if config.get(name) is not None]
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        found.append("layer_types")
-    elif config.get("sliding_window") is not None and config.get("use_sliding_window", True):
-        found.append("sliding_window")
-    if config.get("alibi"):  # its bias depends on the columns of a row, not on the positions of a tree
-        found.append("alibi")
-    if found:
-        settings = ", ".join(f"{name} = {config[name]!r}" for name in found)
-        needed = "packed training needs full attention, position ids and plain logits"
-        raise ModelError(f"{folder} cannot be trained with {settings}: {needed}")
-
-
-def refuse_architecture(folder: Path, model: Any) -> None:
-    """Refuse layers and heads for which a packed row is never exact.
-
-    A layer with a state from column to column (Mamba, recurrent or linear attention) ignores the attention mask, so a
-    response would see the responses before it in the row.
-
-    Raises:
-        ModelError: naming the cause.
-    """
-    if model._is_stateful:
-        kind = model.config.model_type
-        raise ModelError(
-            f"{folder}: layers with a state ({kind}) are not supported; packed training needs full attention"
-        )
-    if model.get_output_embeddings().bias is not None:
-        raise ModelError(f"{folder}: a language model head with a bias is not supported")
 
 
 def disable_dropout(config: Any) -> Any:
