@@ -187,6 +187,7 @@ def test_summary_holds_every_fact_of_the_run(resumed: Resumed) -> None:
     assert None not in (summary.held_out_before, summary.held_out_after, summary.mlflow_run_id)
     assert summary.checkpoint_uri == f"s3://tidemill/runs/tiny-1/checkpoints/{STEPS:08d}"
     assert summary.total_seconds > summary.train_seconds > 0
+    assert summary.total_seconds > sum(event.seconds for event in resumed.steps)  # also of the one that was killed
     assert summary.peak_memory_bytes is not None and summary.peak_memory_bytes > 2**28
 
 
@@ -197,6 +198,11 @@ def test_mlflow_holds_one_run_with_scores_and_answers(resumed: Resumed) -> None:
     assert (run.info.run_id, run.info.status) == (resumed.summary.mlflow_run_id, "FINISHED")
     scored = {point.step for point in client.get_metric_history(run.info.run_id, "evaluation/score")}
     assert client.get_metric_history(run.info.run_id, "sync/canary_gap")[0].step == 0  # before the first step
+    valid = {event.step: event.metrics["reward/mean"] for event in resumed.steps}  # of a repeated step, the later value
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert len({point.step for point in history}) == len(history)
+    assert {point.step: point.value for point in history}.items() <= valid.items()
+    assert len(history) >= STEPS - 1  # the kill may come before the metrics of the step of the checkpoint are sent
     assert scored >= {0, 10, 20, STEPS}
     tables = {Path(file.path).stem for file in client.list_artifacts(run.info.run_id, "answers")}
     assert tables >= {"000000", "000010", "000020", f"{STEPS:06d}"}
