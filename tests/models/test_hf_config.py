@@ -77,6 +77,7 @@ def test_the_file_of_an_older_quantisation_is_refused(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # in files of old models
 def test_unsupported_types_are_those_of_transformers() -> None:
     listed = [set(types.split()) for types in UNSUPPORTED_TYPES.values()]
     stateful, without_sdpa, without_positions, biased = listed
