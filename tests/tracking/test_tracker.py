@@ -89,7 +89,10 @@ def test_a_repeated_step_has_the_value_of_the_attempt_that_goes_on(mlflow_config
 def test_a_restart_sends_what_a_killed_attempt_could_not_send(mlflow_config: RunConfig) -> None:
     killed = Tracker.start(mlflow_config, committed=-1)
     killed.log(1, {"loss": 1.0})
-    points = killed.held_until(1)
+    with killed.writer.changed:  # the writer cannot send before the kill
+        killed.commit(1)
+        points = killed.unsent(2)
+        killed.writer.points.clear()
     killed.writer.close(30)
     resumed = Tracker.start(mlflow_config, killed.run_id, committed=1)
     resumed.writer.add(points)

@@ -33,8 +33,7 @@ class Restart:
         mlflow_run_id: the MLflow run to continue; None if MLflow never answered.
         identity: the settings of `IDENTITY`.
         held_out_before: evaluation of the initial policy, for the report.
-        points: metrics of the steps since the checkpoint before, which MLflow gets with this one; it ignores those that
-            it has.
+        points: metrics that MLflow did not have yet; it ignores those that it has.
     """
 
     position: Position

@@ -235,7 +235,7 @@ class Run:
             await self.settle()
             self.ledger = await parts.generation.ledger_state()
             tracker = observer.tracker
-            points = tracker.held_until(position.step)
+            points = tracker.unsent(position.step)
             state = Restart(position, self.ledger, tracker.run_id, identity(self.config), before, points).to_state()
             await parts.ranks.snapshot()
             self.upload = asyncio.create_task(upload(position.step, position.version, state))

@@ -141,8 +141,13 @@ class Tracker:
         else:
             self.held |= {(point.key, point.step): point for point in points}
 
+    def unsent(self, step: int) -> list[Point]:
+        """What MLflow lacks of the steps up to `step`, for the checkpoint of that step: a restart sends it again."""
+        with self.writer.changed:
+            waiting = [*self.writer.in_flight, *self.writer.points]
+        return waiting + self.held_until(step)
+
     def held_until(self, step: int) -> list[Point]:
-        """What is held of the steps up to `step`, for the checkpoint of that step: a restart sends it once more."""
         return [point for point in self.held.values() if point.step <= step]
 
     def commit(self, step: int) -> None:
