@@ -116,7 +116,7 @@ class ClusterError(TidemillError, RuntimeError):
 
 
 class RunError(TidemillError, RuntimeError):
-    """A run cannot continue; the cause is chained or quoted in the message."""
+    """An attempt at a run cannot continue, and another attempt may succeed; the cause is chained or quoted."""
 
 
 def in_yaml(value: object) -> str:

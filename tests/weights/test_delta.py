@@ -94,7 +94,7 @@ def test_a_delta_that_was_cut_short_is_refused(case: tuple[int, list[Bytes]], ke
     width, (base, new) = case
     encoded = encode(new, base, width)
     if kept < len(encoded.data):
-        with pytest.raises(ValueError, match=r"bytes for a tensor|not a whole zstd frame|a frame of"):
+        with pytest.raises(ValueError, match=r"bytes for a tensor|not a whole zstd frame|the frame has"):
             apply(encoded.encoding, encoded.data[:kept], base.copy(), width)
 
 
@@ -143,5 +143,5 @@ def test_a_base_of_another_length_is_refused() -> None:
 def test_a_frame_that_asks_for_more_than_the_tensor_is_refused_before_it_is_unpacked() -> None:
     bomb = encode(np.ones(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8), 1)
     for encoding in ("xor", "sparse"):
-        with pytest.raises(ValueError, match="a frame of"):
+        with pytest.raises(ValueError, match="the frame has"):
             apply(encoding, bomb.data, np.zeros(16, np.uint8), 1)

@@ -89,13 +89,13 @@ def amounts(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "trainer.steps",
             config.trainer.steps,
-            f"{total // needed}: rollout.total_rollout_steps = {total} groups fill that many steps of {needed} each",
-            "Give one of the two; null leaves the other out.",
+            f"{total // needed}, because rollout.total_rollout_steps = {total} groups fill that many steps of {needed}",
+            "Set one of the two settings and set the other to null.",
         )
 
 
 def full_queue(config: RunConfig) -> Iterator[ConfigError]:
-    """A policy for a full queue where admission starts fewer groups than the queue holds."""
+    """Refuse `queue.when_full` if the queue can never fill."""
     most, bound = math.inf, ""
     if config.asynchrony.staleness_strategy != "drop":
         most = config.groups_per_version * (config.asynchrony.max_staleness + 1)
@@ -106,7 +106,7 @@ def full_queue(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "queue.when_full",
             "drop_oldest",
-            f"block: the queue holds {config.queue_capacity} groups and never fills: {bound} allows {most} at once",
+            f"block, because the queue never fills. It holds {config.queue_capacity} groups, and {bound} allows {most}",
             "Lower queue.capacity, or leave this out.",
         )
 

@@ -140,7 +140,7 @@ class Submission:
     def check(self, code: int, text: str) -> None:
         last = text.strip().rpartition("\n")[2]
         if code >= 500:
-            raise OSError(f"it answers {code}: {last}")
+            raise OSError(f"Ray's dashboard answers {code}: {last}")
         if code >= 400:
             raise RunError(f"Ray refuses job {self.job} ({code}): {last}")
 

@@ -164,7 +164,7 @@ class Accounting:
             self.metrics.count("dropped/engine_lost")
 
     def outlasted(self, uid: int) -> None:
-        """A group became too old during generation; a prompt that always does must not occupy a slot for ever."""
+        """A group became too old during generation. After `max_attempts` times in a row its prompt is quarantined."""
         limit = self._config.rollout.max_attempts
         self.metrics.count("cancelled/stale")
         if self._ledger.outlasted(uid, limit):

@@ -121,7 +121,7 @@ class Evaluator:
     async def _answer_alone(self, prompt: Prompt, version: int, engine: EngineId | None) -> Outcome:
         """Answer one prompt with no other request on its engine.
 
-        No group starts meanwhile, unless the engine is a named one: that gets no groups anyway.
+        No group starts meanwhile. An engine given by name gets no groups anyway.
 
         Raises:
             EngineError: too many prompts crash their engine.

@@ -1,6 +1,6 @@
 """Further tries of a step in its own pod.
 
-On a stock KFP, Argo starts a step again whose pod was lost, and no step that failed: KFP's `set_retry` compiles without
+On a stock KFP, Argo restarts a step whose pod was lost, but not a step that failed: KFP's `set_retry` compiles without
 a policy, and Argo's ConfigMap adds `retryPolicy: OnError`. In KFP's local runner `set_retry` does it all.
 """
 

@@ -152,7 +152,7 @@ class JournalReader:
         return b"".join(pieces)
 
     def before(self) -> str:
-        """A key before that of the segment that holds the byte at `offset`."""
+        """A key that sorts before the segment with the byte at `offset`."""
         if self.last or self.offset == 0:
             return self.last
         # No segment is longer, so no segment that begins earlier reaches `offset`.

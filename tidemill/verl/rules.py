@@ -75,7 +75,7 @@ def one_of(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def frequency(value: Any) -> int:
-    """A number of steps; -1 means never in verl, 0 here."""
+    """A number of steps. verl writes -1 for never; Tidemill writes 0."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("a whole number")
     return max(0, value)

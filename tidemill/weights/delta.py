@@ -142,7 +142,7 @@ def decompress(data: bytes | memoryview, least: int, most: int) -> Bytes:
     try:
         nbytes = zstandard.frame_content_size(data)
         if not least <= nbytes <= most:
-            raise ValueError(f"a frame of {nbytes} bytes, where {least} to {most} are possible")
+            raise ValueError(f"the frame has {nbytes} bytes; it must have {least} to {most}")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
     except zstandard.ZstdError as error:
         raise ValueError(f"not a whole zstd frame: {error}") from error

@@ -150,7 +150,7 @@ def check_same(given: Shapes, expected: Shapes, what: str) -> None:
     if other := sorted(name for name in given.keys() & expected.keys() if given[name] != expected[name]):
         faults.append(f"{len(other)} of another shape ({shown([f'{n} {given[n]} for {expected[n]}' for n in other])})")
     if faults:
-        raise SyncError(f"{what} does not fit the engine's model: {'; '.join(faults)}. The old weights are kept")
+        raise SyncError(f"{what} does not fit the engine's model: {'; '.join(faults)}. It keeps the old weights")
 
 
 def shown(names: list[str]) -> str:
