@@ -17,7 +17,6 @@ from tidemill.driver.run import Run
 from tidemill.errors import RunError, StoreError
 from tidemill.observe.events import EventLog
 from tidemill.protocols import Answer, Evaluation
-from tidemill.tracking.tracker import TrackedRun, Tracker
 from tidemill.train.stop import Stop
 from tidemill.train.trainer import Position
 
@@ -129,19 +128,18 @@ class Ranks:
 
 
 async def test_a_commit_waits_for_the_upload_before_and_holds_the_run_as_it_is_then(tmp_path: Path) -> None:
-    config, ranks = run_config(), Ranks()
-    tracker = Tracker(TrackedRun(None, config, "mlflow-run", opened=True), tmp_path, committed=0)
-    tracker.log(1, {"reward/mean": 0.5})
-    observer = SimpleNamespace(tracker=tracker, evaluated=None, notice=None)
+    ranks, observer = (
+        Ranks(),
+        SimpleNamespace(tracker=SimpleNamespace(run_id="mlflow-run"), evaluated=None, notice=None),
+    )
     before, position = Evaluation(0, 0.5, (Answer("1 + 1", "2", "2", 0.5),)), Position(step=2, version=1)
     parts: Any = SimpleNamespace(ranks=ranks, generation=ranks, queue=None, fleet=None)
     with EventLog(tmp_path / "events.jsonl") as log:
-        run = Run(config, None, log, Stop())
+        run = Run(run_config(), None, log, Stop())
         trainer = run.make_trainer(parts, observer, None, before)  # type: ignore[arg-type]
         assert trainer.commit is not None
         await trainer.commit(position)
         position.step, position.version = 4, 2  # training goes on during the upload
-        tracker.log(4, {"reward/mean": 0.75})
         await trainer.commit(position)
         await run.settle()
     once = ["ledger", "snapshot"]
@@ -151,6 +149,3 @@ async def test_a_commit_waits_for_the_upload_before_and_holds_the_run_as_it_is_t
     assert [(restart.position.step, restart.position.version) for restart in restarts] == [(2, 1), (4, 2)]
     assert [(restart.mlflow_run_id, restart.held_out_before) for restart in restarts] == [("mlflow-run", before)] * 2
     assert [restart.ledger for restart in restarts] == [{"cursor": 1}, {"cursor": 4}]
-    newest = [restart.points[-1] for restart in restarts]
-    assert [(point.step, point.value) for point in newest] == [(1, 0.5), (4, 0.75)]
-    assert (tracker.committed, tracker.held) == (4, {})

@@ -14,15 +14,13 @@ from tidemill.errors import ConfigError
 from tidemill.protocols import Answer, Evaluation
 from tidemill.store.checkpoint import Checkpoints
 from tidemill.store.object_store import ObjectStore
-from tidemill.tracking.metric_writer import Point
 from tidemill.train.trainer import Position
 
 
 def restart_of(config: RunConfig) -> Restart:
     position = Position(step=7, version=3, groups=112, response_tokens=900, max_age=1, seconds=12.5, unsynced=1)
     before = Evaluation(0, 0.25, (Answer("3 + 4", "8", "7", 0.0), Answer("1", "1", None, 0.5)), {"too_long": 1})
-    points = [Point("reward/mean", 0.5, 1_800_000_000_000, 7)]
-    return Restart(position, {"cursor": 120, "waiting": [3, 9]}, "mlflow-run", identity(config), before, points)
+    return Restart(position, {"cursor": 120, "waiting": [3, 9]}, "mlflow-run", identity(config), before)
 
 
 def changed(config: RunConfig, override: str) -> RunConfig:

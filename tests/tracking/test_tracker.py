@@ -69,58 +69,20 @@ def test_a_restart_continues_the_same_run(mlflow_config: RunConfig) -> None:
     assert second.client.get_run(first.run_id).data.params["model"] == "some/model"
 
 
-def test_a_repeated_step_has_the_value_of_the_attempt_that_goes_on(mlflow_config: RunConfig) -> None:
-    lost = Tracker.start(mlflow_config, committed=-1)
-    for step in range(5):
-        lost.log(step, {"loss": 1.0 - step / 10})
-    points = lost.held_until(2)  # in the checkpoint
-    lost.commit(2)
-    lost.writer.close(30)  # killed
-    assert history(lost, "loss") == [(0, 1.0), (1, 0.9), (2, 0.8)]
-    resumed = Tracker.start(mlflow_config, lost.run_id, committed=2)
-    resumed.writer.add(points)
-    resumed.log(3, {"loss": 0.5})
-    resumed.log(4, {"loss": 0.25})
-    resumed.commit(4)
-    assert resumed.finish("FINISHED") == Unwritten()
-    assert history(resumed, "loss") == [(0, 1.0), (1, 0.9), (2, 0.8), (3, 0.5), (4, 0.25)]
-
-
-def test_a_restart_sends_what_a_killed_attempt_could_not_send(mlflow_config: RunConfig) -> None:
-    killed = Tracker.start(mlflow_config, committed=-1)
-    killed.log(1, {"loss": 1.0})
-    with killed.writer.changed:  # the writer cannot send before the kill
-        killed.commit(1)
-        points = killed.unsent(2)
-        killed.writer.points.clear()
+def test_a_repeated_step_is_logged_once(mlflow_config: RunConfig) -> None:
+    killed = Tracker.start(mlflow_config)
+    for step in range(3):
+        killed.log(step, {"time/step": 1.0, "loss": 1.0 - step / 10})
+    killed.log_evaluation(1, Evaluation(1, 0.5, ()))
     killed.writer.close(30)
-    resumed = Tracker.start(mlflow_config, killed.run_id, committed=1)
-    resumed.writer.add(points)
-    resumed.finish("FINISHED")
-    assert history(resumed, "loss") == [(1, 1.0)]
-
-
-def test_metrics_after_the_last_checkpoint_of_a_failed_run_are_a_table(
-    mlflow_config: RunConfig, tmp_path: Path
-) -> None:
-    tracker = Tracker.start(mlflow_config, committed=2)
-    tracker.log(3, {"loss": 0.5, "grad_norm": math.nan})
-    tracker.fail(RunError("the loss is NaN"))
-    assert history(tracker, "loss") == []
-    assert json.loads(artifact(tracker, "lost_steps/000003.json", tmp_path)) == {
-        "columns": ["step", "metric", "value"],
-        "data": [[3, "grad_norm", "nan"], [3, "loss", "0.5"]],
-    }
-
-
-def test_an_attempt_that_holds_nothing_is_not_continued_without_a_checkpoint(mlflow_config: RunConfig) -> None:
-    config = mlflow_config.model_copy(update={"checkpoint": mlflow_config.checkpoint.model_copy(update={"every": 0})})
-    first, second = Tracker.start(config), Tracker.start(config)
-    for tracker in (first, second):
-        tracker.log(1, {"loss": 1.0})
-        tracker.finish("FAILED")
-    assert first.run_id != second.run_id
-    assert history(second, "loss") == [(1, 1.0)]
+    resumed = Tracker.start(mlflow_config, killed.run_id)
+    for step in (1, 2, 3):
+        resumed.log(step, {"time/step": 1.0, "loss": 0.5})
+    for step in (1, 2):
+        resumed.log_evaluation(step, Evaluation(step, 0.75, ()))
+    assert resumed.finish("FINISHED") == Unwritten()
+    assert history(resumed, "loss") == [(0, 1.0), (1, 0.9), (2, 0.8), (3, 0.5)]
+    assert [step for step, _ in history(resumed, "evaluation/score")] == [1, 2]
 
 
 def test_the_run_of_the_environment_is_used(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,7 @@ class CheckpointConfig(Section):
     """Atomic commits of everything a restart needs."""
 
     every: Count = 10
-    """Policy versions between two checkpoints; 0 commits only the one at the end. MLflow gets the metrics of a step
-    with the checkpoint that has it, or at once with 0."""
+    """Policy versions between two checkpoints; 0 commits only the one at the end."""
     keep: Positive = 2
     """Newest committed checkpoints of this run that remain; older ones are deleted."""
     resume: Literal["auto", "never"] = "auto"

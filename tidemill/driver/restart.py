@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, in_yaml
 from tidemill.protocols import Answer, Evaluation
 from tidemill.store.checkpoint import Checkpoints
-from tidemill.tracking.metric_writer import Point
 from tidemill.train.trainer import Position
 
 IDENTITY: Mapping[str, Any] = {
@@ -33,7 +32,6 @@ class Restart:
         mlflow_run_id: the MLflow run to continue; None if MLflow never answered.
         identity: the settings of `IDENTITY`.
         held_out_before: evaluation of the initial policy, for the report.
-        points: metrics that MLflow did not have yet; it ignores those that it has.
     """
 
     position: Position
@@ -41,7 +39,6 @@ class Restart:
     mlflow_run_id: str | None
     identity: Mapping[str, Any]
     held_out_before: Evaluation | None
-    points: Sequence[Point] = ()
 
     def to_state(self) -> dict[str, object]:
         """The state as JSON values."""
@@ -54,8 +51,7 @@ class Restart:
         if before is not None:
             before = Evaluation(**{**before, "answers": tuple(Answer(**answer) for answer in before["answers"])})
         position = Position(**state["position"])
-        points = [Point(**point) for point in state.get("points", ())]
-        return cls(position, state["ledger"], state["mlflow_run_id"], state["identity"], before, points)
+        return cls(position, state["ledger"], state["mlflow_run_id"], state["identity"], before)
 
 
 def identity(config: RunConfig) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
@@ -150,7 +149,7 @@ class Run:
         started = time.monotonic()
         with open_store(self.config.store, self.config.output) as store, MemoryMeter() as memory:
             restart = find_restart(self.config, Checkpoints(store, self.config.name, self.config.checkpoint.keep))
-            tracker = start_tracker(self.config, restart)
+            tracker = Tracker.start(self.config, restart.mlflow_run_id if restart else None)
             observer = RunObserver(self.config, self.log, tracker)
             try:
                 with self.timings.phase("load"):
@@ -226,19 +225,13 @@ class Run:
     ) -> Trainer:
         """Make the trainer, whose commit uploads while training goes on."""
 
-        async def upload(step: int, version: int, state: Mapping[str, object]) -> str:
-            uri: str = await parts.ranks.upload(version, state)
-            observer.tracker.commit(step)
-            return uri
-
         async def commit(position: Position) -> None:
             await self.settle()
             self.ledger = await parts.generation.ledger_state()
-            tracker = observer.tracker
-            points = tracker.unsent(position.step)
-            state = Restart(position, self.ledger, tracker.run_id, identity(self.config), before, points).to_state()
+            run_id = observer.tracker.run_id
+            state = Restart(position, self.ledger, run_id, identity(self.config), before).to_state()
             await parts.ranks.snapshot()
-            self.upload = asyncio.create_task(upload(position.step, position.version, state))
+            self.upload = asyncio.create_task(parts.ranks.upload(position.version, state))
 
         return Trainer(
             self.config,
@@ -349,19 +342,6 @@ class Run:
             stopped=self.stop.reason if position.step < self.config.trainer.steps else None,
             restarts=position.restarts,
         )
-
-
-def start_tracker(config: RunConfig, restart: Restart | None) -> Tracker:
-    """The tracker of a training, which holds the metrics of a step until a checkpoint has the step.
-
-    With `checkpoint.every: 0` it holds nothing, because curves would only appear at the end.
-    """
-    step = restart.position.step if restart else -1
-    tracker = Tracker.start(
-        config, restart.mlflow_run_id if restart else None, step if config.checkpoint.every else math.inf
-    )
-    tracker.writer.add(restart.points if restart else ())
-    return tracker
 
 
 def peak_memory(config: RunConfig, memory: MemoryMeter) -> int | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import posixpath
 import re
@@ -79,47 +78,43 @@ class TrackedRun:
 class Tracker:
     """Writes to the MLflow run of a training. Logging returns at once; a `MetricWriter` sends.
 
-    A restart repeats the steps after its checkpoint, and MLflow can neither replace nor delete a value. So the metrics
-    of these steps are held until a checkpoint has them.
+    MLflow can neither replace nor delete a value. A restart repeats the steps after its checkpoint, so values of the
+    steps that MLflow has already are not logged again.
 
     Attributes:
-        committed: newest step that no restart repeats; infinite if nothing is held.
-        held: metrics of later steps, by name and step.
+        newest_step: the newest step that an earlier attempt logged; -1 for none.
+        newest_evaluation: the same of the evaluations.
     """
 
-    def __init__(
-        self, run: TrackedRun, spool_folder: Path, retry_s: float = RETRY_S, committed: float = math.inf
-    ) -> None:
-        self.run, self.client, self.committed = run, run.client, committed
-        self.held: dict[tuple[str, int], Point] = {}
+    newest_step = newest_evaluation = -1
+
+    def __init__(self, run: TrackedRun, spool_folder: Path, retry_s: float = RETRY_S) -> None:
+        self.run, self.client = run, run.client
         spool = Spool(spool_folder / f"mlflow-spool-{run.run_id or 'new'}.jsonl")
         self.writer = MetricWriter(self.send, spool, retry_s)
 
     @classmethod
-    def start(cls, config: RunConfig, run_id: str | None = None, committed: float = math.inf) -> Tracker:
+    def start(cls, config: RunConfig, run_id: str | None = None) -> Tracker:
         """Open the run `run_id`, or the one that MLFLOW_RUN_ID or the run's folder names, or a new one.
-
-        Args:
-            config: of the training run.
-            run_id: of the MLflow run, if it is known.
-            committed: see `Tracker`.
 
         Raises:
             ConfigError: MLflow cannot be reached or refuses, and the run is new and has no pods.
         """
-        # An attempt without a checkpoint repeats every step. It may continue a run only if nothing was sent.
-        saved = saved_run_id(config) if config.checkpoint.every else None
-        uri, known = tracking_uri(config), run_id or os.environ.get("MLFLOW_RUN_ID") or saved
+        uri, known = tracking_uri(config), run_id or os.environ.get("MLFLOW_RUN_ID") or saved_run_id(config)
         run = TrackedRun(make_client(uri), config, known)
         from mlflow.exceptions import MlflowException
 
+        sent = dict.fromkeys(("time/step", "evaluation/score"), -1)
         try:
             run.open()
+            if known is not None:
+                sent = {key: newest_step(run.client.get_metric_history(run.run_id, key)) for key in sent}
         except MlflowException as error:
             if known is None and config.cluster.provider != "kuberay":
                 raise ConfigError("tracking.uri", uri, "an MLflow that answers", f"{error}") from error
             log.warning("the run cannot be opened in MLflow at %s; trying again during the training: %s", uri, error)
-        tracker = cls(run, config.folder, committed=committed)
+        tracker = cls(run, config.folder)
+        tracker.newest_step, tracker.newest_evaluation = sent.values()
         tracker.log_text(config.to_yaml(), "config.yaml")
         return tracker
 
@@ -129,37 +124,24 @@ class Tracker:
         return self.run.run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log values at a step; of several values of a held metric at one step, the last one.
+        """Log values at a step, unless an earlier attempt did.
 
         Raises:
             ConfigError: MLflow does not accept a name.
         """
+        if step > self.newest_step:
+            self.add(step, metrics)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        points = [Point(check_name(key), float(value), now, step) for key, value in metrics.items()]
-        if step <= self.committed:
-            self.writer.add(points)
-        else:
-            self.held |= {(point.key, point.step): point for point in points}
-
-    def unsent(self, step: int) -> list[Point]:
-        """What MLflow lacks of the steps up to `step`, for the checkpoint of that step: a restart sends it again."""
-        with self.writer.changed:
-            waiting = [*self.writer.in_flight, *self.writer.points]
-        return waiting + self.held_until(step)
-
-    def held_until(self, step: int) -> list[Point]:
-        return [point for point in self.held.values() if point.step <= step]
-
-    def commit(self, step: int) -> None:
-        """Send what is held of the steps up to `step`, because a checkpoint has them."""
-        self.committed = step
-        self.writer.add(self.held_until(step))
-        self.held = {key: point for key, point in self.held.items() if point.step > step}
+        self.writer.add([Point(check_name(key), float(value), now, step) for key, value in metrics.items()])
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Log a held-out score, and all answers as the table `answers/STEP.json`."""
+        """Log a held-out score, and all answers as the table `answers/STEP.json`, unless an earlier attempt did."""
+        if step <= self.newest_evaluation:
+            return
         skipped = {f"evaluation/skipped/{reason}": float(number) for reason, number in evaluation.skipped.items()}
-        self.log(step, {"evaluation/score": evaluation.score, **skipped})
+        self.add(step, {"evaluation/score": evaluation.score, **skipped})
         answers = [asdict(answer) for answer in evaluation.answers]
         if answers:
             columns = {name: [answer[name] for answer in answers] for name in answers[0]}
@@ -192,17 +174,7 @@ class Tracker:
             self.client.set_tag(run_id, TABLES, json.dumps(listed))
 
     def fail(self, error: BaseException) -> Unwritten:
-        """End the run as failed, with the reason as a tag, or as killed after an interrupt; see `finish`.
-
-        What is held becomes the table `lost_steps/STEP.json`, named after its first step.
-        """
-        if lost := sorted(self.held.values(), key=lambda point: (point.step, point.key)):
-            columns: dict[str, Sequence[object]] = {
-                "step": [point.step for point in lost],
-                "metric": [point.key for point in lost],
-                "value": [str(point.value) for point in lost],  # JSON has no NaN
-            }
-            self.log_table(f"lost_steps/{lost[0].step:06d}.json", columns)
+        """End the run as failed, with the reason as a tag, or as killed after an interrupt; see `finish`."""
         if not isinstance(error, Exception):
             return self.finish("KILLED")
         why = excerpt(f"{type(error).__name__}: {error}")
@@ -234,3 +206,8 @@ def check_name(name: str) -> str:
         allowed = "up to 250 letters, digits and _ - . space : / as in a relative path"
         raise ConfigError("metric name", name, allowed, "Rename the metric.")
     return name
+
+
+def newest_step(points: Sequence[Any]) -> int:
+    """The largest step of some values of a metric; -1 for none."""
+    return max((point.step for point in points), default=-1)
