@@ -14,7 +14,8 @@ from tidemill.config.run import RunConfig
 from tidemill.config.storage import StoreConfig
 from tidemill.errors import RETRYABLE, DataError, ModelError, StoreError
 from tidemill.models import smollm2
-from tidemill.models.locate import Locator, fetch_model_once, find_model, first_sentence, weight_files
+from tidemill.models.hf_config import weight_files
+from tidemill.models.locate import Locator, fetch_model_once, find_model, first_sentence
 from tidemill.store.object_store import ACCESS_KEY, SECRET_KEY, ObjectStore
 
 

@@ -3,6 +3,7 @@ import hashlib
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -294,6 +295,21 @@ def test_a_server_that_breaks_off_is_tried_as_often_as_a_restart_takes() -> None
             retries = retries.increment("GET", "/", error=ProtocolError("reset"))
             waited += retries.get_backoff_time()
     assert len(retries.history) == 6 and waited > 30
+
+
+def test_the_signature_of_a_conditional_put_is_in_no_message(caplog: pytest.LogCaptureFixture) -> None:
+    """Anybody who has it may make the request until it expires."""
+    url = "http://127.0.0.1:1"
+    store = ObjectStore(make_client(url, "key", "secret", patient=False), url, "tidemill")
+    signed = f"{url}/tidemill/runs/r/lease?X-Amz-Credential=key%2F2026&X-Amz-Signature=abc"
+    with (
+        caplog.at_level("DEBUG"),
+        pytest.raises(StoreError, match=r"no S3 answer .* Connection refused") as caught,
+        store.explained("lease"),
+    ):
+        make_pool(patient=False).request("PUT", signed, body=b"")
+    assert "Retrying" in caplog.text and "/tidemill/runs/r/lease" in caplog.text
+    assert "X-Amz" not in caplog.text + "".join(traceback.format_exception(caught.value))
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

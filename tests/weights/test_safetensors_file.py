@@ -77,8 +77,9 @@ def test_a_header_that_does_not_describe_the_file_is_refused(tree: object) -> No
 MODEL = {"embed.weight": (4, 2), "layers.0.q_proj.weight": (2, 2)}
 
 
-def write(folder: Path, *names: str) -> None:
-    save_arrays({name: np.zeros((2, 2), np.float32) for name in names}, folder / f"{names[0]}.safetensors")
+def write(folder: Path, *names: str, file: str = "model") -> Path:
+    save_arrays({name: np.zeros(1, np.float32) for name in names}, folder / f"{file}.safetensors")
+    return folder / f"{file}.safetensors"
 
 
 def test_the_same_tensors_pass() -> None:
@@ -103,9 +104,11 @@ def test_long_lists_are_cut() -> None:
         check_same({}, {f"t{i}": (1,) for i in range(9)}, "x")
 
 
-def test_all_shards_of_a_folder_count(tmp_path: Path) -> None:
-    write(tmp_path, "a")
-    write(tmp_path, "b", "c")
+def test_all_shards_of_a_folder_count_and_no_other_files(tmp_path: Path) -> None:
+    """Mistral publishes some models in its own format too, with other names of the tensors."""
+    shards = {"a": write(tmp_path, "a", file="model-1").name, "b": write(tmp_path, "b", "c", file="model-2").name}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    write(tmp_path, "tok_embeddings.weight", file="consolidated")
     assert folder_shapes(tmp_path, tied=False).keys() == {"a", "b", "c"}
 
 
@@ -121,5 +124,5 @@ def test_derived_tensors_of_old_checkpoints_do_not_count(tmp_path: Path) -> None
 
 
 def test_a_folder_without_safetensors_cannot_be_checked(tmp_path: Path) -> None:
-    with pytest.raises(SyncError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(SyncError, match=r"holds no model\.safetensors"):
         folder_shapes(tmp_path, tied=False)

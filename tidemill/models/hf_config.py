@@ -1,4 +1,4 @@
-"""`config.json` of a Hugging Face model, read without weights and without torch: sizes, and what cannot be trained."""
+"""The JSON files of a Hugging Face model: sizes, what cannot be trained, and which files hold the weights. No torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 # Files in which older tools describe a quantised model.
 QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 ADAPTER = "adapter_config.json"
+INDEX = "model.safetensors.index.json"
 # Types of causal language models in transformers that packed training cannot compute exactly, by what is wrong.
 UNSUPPORTED_TYPES = {
     "its layers have a state from token to token, which ignores the attention mask": """
@@ -49,6 +50,25 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ModelError(f"{path} cannot be read: it is not a JSON object")
     return tree
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads: `model.safetensors`, or the shards of the index.
+
+    A folder may have other files with the same weights, such as Mistral's `consolidated.safetensors`.
+
+    Raises:
+        ModelError: the index cannot be read.
+    """
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ModelError(f"{index} cannot be read: it has no weight_map")
+    return [folder / name for name in sorted(set(shards.values()))]
 
 
 def read_config(folder: Path) -> Any:

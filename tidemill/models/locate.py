@@ -18,7 +18,7 @@ from pathlib import Path
 from tidemill.config.run import RunConfig
 from tidemill.config.storage import StoreConfig
 from tidemill.errors import DataError, ModelError, StoreError
-from tidemill.models.hf_config import ADAPTER, read_json
+from tidemill.models.hf_config import ADAPTER, read_json, weight_files
 from tidemill.models.smollm2 import SMOLLM2, packaged_smollm2
 from tidemill.store.download_once import download_once
 from tidemill.store.object_store import ObjectStore, parse_uri, relative_path
@@ -30,7 +30,6 @@ STORE, REGISTRY = "s3://", "models:/"
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 SETTINGS = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 WEIGHTS = ["model.safetensors", "model-*.safetensors"]
-INDEX = "model.safetensors.index.json"
 SENTENCE = re.compile(r".+?(?=[.!?]\s|[.!?]?$)", re.MULTILINE)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -287,22 +286,3 @@ def lacks(folder: Path, weights: bool = True) -> list[str]:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         missing.append(f"a tokenizer ({' or '.join(TOKENIZERS)})")
     return missing
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers loads: `model.safetensors`, or the shards of the index.
-
-    A folder may have other files with the same weights, such as Mistral's `consolidated.safetensors`.
-
-    Raises:
-        ModelError: the index cannot be read.
-    """
-    single, index = folder / "model.safetensors", folder / INDEX
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        return []
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict):
-        raise ModelError(f"{index} cannot be read: it has no weight_map")
-    return [folder / name for name in sorted(set(shards.values()))]

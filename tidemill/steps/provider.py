@@ -20,7 +20,8 @@ from tidemill.cluster.local import check_temporary_folder, start_services, stop_
 from tidemill.cluster.processes import locked, write_owner
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError
-from tidemill.models.locate import Locator, fetch_model, weight_files
+from tidemill.models.hf_config import weight_files
+from tidemill.models.locate import Locator, fetch_model
 from tidemill.observe.events import EventLog, PhaseStarted
 from tidemill.observe.report import Summary
 from tidemill.protocols import Evaluation

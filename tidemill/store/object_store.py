@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ SIGNED_FOR = timedelta(minutes=15)  # a conditional put
 ACCESS_KEY, SECRET_KEY = "TIDEMILL_S3_ACCESS_KEY", "TIDEMILL_S3_SECRET_KEY"
 REFUSED = frozenset({"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecretKey"})
 MISSING = frozenset({"NoSuchKey", "NoSuchBucket", "ResourceNotFound"})
+SIGNATURE = re.compile(r"\?X-Amz-\S*")
+"""The query of a signed URL, with which anybody may make the request until it expires."""
 CONDITION_FAILED = frozenset({404, 409, 412})  # the object is gone, is written at this moment, or has changed
 
 
@@ -65,6 +69,19 @@ class TaggedContent:
 
     data: bytes
     tag: str
+
+
+class WithoutSignature(logging.Filter):
+    """Removes the query of a signed URL from urllib3's messages, such as its warning before each retry."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(SIGNATURE.sub("", arg) if isinstance(arg, str) else arg for arg in record.args)
+        return True
+
+
+for logger in ("urllib3.connectionpool", "urllib3.util.retry"):
+    logging.getLogger(logger).addFilter(WithoutSignature())
 
 
 class Patience(urllib3.Retry):
@@ -305,7 +322,7 @@ class ObjectStore:
             raise StoreError(
                 f"{subject}: no S3 answer from {self.endpoint}: {cause}. "
                 "Check store.endpoint, and that the server runs and can be reached from here."
-            ) from error
+            ) from cause  # not from a MaxRetryError, whose text has the signed URL of a conditional put
         except ValueError as error:
             raise StoreError(f"{subject} at {self.endpoint}: {error}") from error
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.errors import SyncError
+from tidemill.models.hf_config import weight_files
 from tidemill.weights.delta import Bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -129,9 +130,9 @@ def folder_shapes(folder: Path, tied: bool) -> Shapes:
     Raises:
         SyncError: the folder holds no safetensors file.
     """
-    files = [SafetensorsFile.open(path) for path in sorted(folder.glob("*.safetensors"))]
+    files = [SafetensorsFile.open(path) for path in weight_files(folder)]
     if not files:
-        raise SyncError(f"{folder} holds no *.safetensors, so that no weight update for this model can be checked")
+        raise SyncError(f"{folder} holds no model.safetensors, so that no weight update for this model can be checked")
     return counted_shapes({span.name: span.shape for file in files for span in file.spans}, tied)
 
 
