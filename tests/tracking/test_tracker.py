@@ -85,6 +85,25 @@ def test_a_repeated_step_is_logged_once(mlflow_config: RunConfig) -> None:
     assert [step for step, _ in history(resumed, "evaluation/score")] == [1, 2]
 
 
+def test_a_repeated_step_that_waits_for_the_server_is_logged_once(mlflow_config: RunConfig) -> None:
+    """An attempt that is killed while MLflow is away leaves its last steps in a file, which the next one sends."""
+    started = Tracker.start(mlflow_config)
+    started.log(1, {"time/step": 1.0})
+    started.finish("FAILED")
+    nobody = make_client(f"http://127.0.0.1:{free_port()}")
+    killed = Tracker(TrackedRun(nobody, mlflow_config, started.run_id, opened=True), mlflow_config.folder)
+    killed.log(2, {"time/step": 1.0})
+    killed.log_evaluation(2, Evaluation(2, 0.5, ()))
+    assert killed.finish("KILLED", timeout_s=0.1).spooled == 2
+    resumed = Tracker.start(mlflow_config, started.run_id)
+    for step in (2, 3):
+        resumed.log(step, {"time/step": 2.0})
+        resumed.log_evaluation(step, Evaluation(step, 0.75, ()))
+    assert resumed.finish("FINISHED") == Unwritten()
+    assert history(resumed, "time/step") == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert history(resumed, "evaluation/score") == [(2, 0.5), (3, 0.75)]
+
+
 def test_the_run_of_the_environment_is_used(mlflow_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     client = make_client(tracking_uri(mlflow_config))
     artifacts = str(mlflow_config.output / "artifacts")

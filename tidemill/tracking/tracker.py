@@ -37,6 +37,8 @@ from tidemill.tracking.mlflow_server import make_client, tracking_uri
 METRIC_NAME = re.compile(r"^[A-Za-z0-9_\-. :/]{1,250}$")
 FINISH_TIMEOUT_S = 30.0
 TABLES, MAX_TABLES = "mlflow.loggedArtifacts", 50
+STEP, SCORE = "time/step", "evaluation/score"
+"""The metrics that every step, and every evaluation, has."""
 FAILURE = "tidemill.failure"
 """Tag of a run whose last attempt failed: the reason. The next attempt removes it."""
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -79,18 +81,20 @@ class Tracker:
     """Writes to the MLflow run of a training. Logging returns at once; a `MetricWriter` sends.
 
     MLflow can neither replace nor delete a value. A restart repeats the steps after its checkpoint, so values of the
-    steps that MLflow has already are not logged again.
+    steps that MLflow has already, or gets from the spool file, are not logged again.
 
     Attributes:
         newest_step: the newest step that an earlier attempt logged; -1 for none.
         newest_evaluation: the same of the evaluations.
     """
 
-    newest_step = newest_evaluation = -1
-
     def __init__(self, run: TrackedRun, spool_folder: Path, retry_s: float = RETRY_S) -> None:
         self.run, self.client = run, run.client
         spool = Spool(spool_folder / f"mlflow-spool-{run.run_id or 'new'}.jsonl")
+        waiting = list(spool.read()) if spool.waiting else []
+        self.newest_step, self.newest_evaluation = (
+            newest_step([point for point in waiting if point.key == key]) for key in (STEP, SCORE)
+        )
         self.writer = MetricWriter(self.send, spool, retry_s)
 
     @classmethod
@@ -104,17 +108,18 @@ class Tracker:
         run = TrackedRun(make_client(uri), config, known)
         from mlflow.exceptions import MlflowException
 
-        sent = dict.fromkeys(("time/step", "evaluation/score"), -1)
+        sent = [-1, -1]
         try:
             run.open()
             if known is not None:
-                sent = {key: newest_step(run.client.get_metric_history(run.run_id, key)) for key in sent}
+                sent = [newest_step(run.client.get_metric_history(run.run_id, key)) for key in (STEP, SCORE)]
         except MlflowException as error:
             if known is None and config.cluster.provider != "kuberay":
                 raise ConfigError("tracking.uri", uri, "an MLflow that answers", f"{error}") from error
             log.warning("the run cannot be opened in MLflow at %s; trying again during the training: %s", uri, error)
         tracker = cls(run, config.folder)
-        tracker.newest_step, tracker.newest_evaluation = sent.values()
+        tracker.newest_step = max(tracker.newest_step, sent[0])
+        tracker.newest_evaluation = max(tracker.newest_evaluation, sent[1])
         tracker.log_text(config.to_yaml(), "config.yaml")
         return tracker
 
@@ -141,7 +146,7 @@ class Tracker:
         if step <= self.newest_evaluation:
             return
         skipped = {f"evaluation/skipped/{reason}": float(number) for reason, number in evaluation.skipped.items()}
-        self.add(step, {"evaluation/score": evaluation.score, **skipped})
+        self.add(step, {SCORE: evaluation.score, **skipped})
         answers = [asdict(answer) for answer in evaluation.answers]
         if answers:
             columns = {name: [answer[name] for answer in answers] for name in answers[0]}
