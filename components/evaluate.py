@@ -16,7 +16,7 @@ def evaluate(config: str, summary: str, metrics: dsl.Output[dsl.Metrics]) -> str
     Returns:
         JSON: score, answers, and what was skipped.
     """
-    from tidemill.steps.retries import again
+    from tidemill.steps.retries import retried
     from tidemill.steps.training import evaluate as step
 
-    return again(step)(config, summary, metrics.log_metric)
+    return retried(step)(config, summary, metrics.log_metric)

@@ -17,7 +17,7 @@ def finish_variant(config: str, summary: str, evaluation: str, metrics: dsl.Outp
     Returns:
         JSON: name, scores and steps; the store holds the settings and the final summary.
     """
-    from tidemill.steps.retries import again
+    from tidemill.steps.retries import retried
     from tidemill.steps.sweep import finish_variant as step
 
-    return again(step)(config, summary, evaluation, metrics.log_metric)
+    return retried(step)(config, summary, evaluation, metrics.log_metric)

@@ -14,7 +14,7 @@ def provision(config: str) -> str:
     Returns:
         JSON: where the store and the model are, or the Ray cluster.
     """
-    from tidemill.steps.retries import again
+    from tidemill.steps.retries import retried
     from tidemill.steps.training import provision as step
 
-    return again(step)(config)
+    return retried(step)(config)

@@ -13,6 +13,6 @@ def record_progress(config: str, summary: str) -> None:
         summary: result of `register`; it only orders the steps.
     """
     from tidemill.steps.continual import record_progress as step
-    from tidemill.steps.retries import again
+    from tidemill.steps.retries import retried
 
-    again(step)(config, summary)
+    retried(step)(config, summary)

@@ -27,6 +27,6 @@ def register(
         JSON: the final summary, with the model version, null if the gate refused it.
     """
     from tidemill.steps.register import register as step
-    from tidemill.steps.retries import again
+    from tidemill.steps.retries import retried
 
-    return again(step)(config, summary, evaluation, report.path, page.path, model)
+    return retried(step)(config, summary, evaluation, report.path, page.path, model)

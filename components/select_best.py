@@ -31,8 +31,8 @@ def select_best(
         JSON: the final summary of the best variant, with the model version, null if the gate refused it.
     """
     from tidemill.steps.request import Request
-    from tidemill.steps.retries import again
+    from tidemill.steps.retries import retried
     from tidemill.steps.sweep import select_best as step
 
     request = Request(config, overrides, run_name, kfp_run)
-    return again(step)(request, results, report.path, page.path, model)
+    return retried(step)(request, results, report.path, page.path, model)

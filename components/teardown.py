@@ -16,7 +16,7 @@ def teardown(config: str, overrides: str, run_name: str, kfp_run: str, variants:
         variants: those of a sweep, "" for a single run.
     """
     from tidemill.steps.request import Request
-    from tidemill.steps.retries import again
+    from tidemill.steps.retries import retried
     from tidemill.steps.teardown import teardown as step
 
-    again(step, tries=None)(Request(config, overrides, run_name, kfp_run), variants)
+    retried(step, tries=None)(Request(config, overrides, run_name, kfp_run), variants)

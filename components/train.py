@@ -16,7 +16,7 @@ def train(config: str, provisioned: str, metrics: dsl.Output[dsl.Metrics]) -> st
     Returns:
         JSON: the summary of the run.
     """
-    from tidemill.steps.retries import again
+    from tidemill.steps.retries import retried
     from tidemill.steps.training import train as step
 
-    return again(step, limit_s=None)(config, provisioned, metrics.log_metric)
+    return retried(step, limit_s=None)(config, provisioned, metrics.log_metric)

@@ -29,5 +29,5 @@ from tidemill.errors import ConfigError
     ],
 )
 def test_a_refused_value_is_shown_as_in_a_run_file(value: object, shown: str) -> None:
-    assert str(ConfigError("k", value, "another", "Correct it.")) == f"k = {shown}: allowed is another. Correct it."
+    assert str(ConfigError("k", value, "another", "Correct it.")) == f"k = {shown}. Allowed: another. Correct it."
     assert yaml.safe_load(shown) == (str(value) if isinstance(value, Path) else json.loads(json.dumps(value)))

@@ -41,7 +41,7 @@ class ConfigError(TidemillError, ValueError):
 
     def __init__(self, key: str, value: object, allowed: str, fix: str) -> None:
         self.key, self.value, self.allowed, self.fix = key, value, allowed, fix
-        super().__init__(f"{key} = {in_yaml(value)}: allowed is {allowed}. {fix}")
+        super().__init__(f"{key} = {in_yaml(value)}. Allowed: {allowed}. {fix}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         return type(self), (self.key, self.value, self.allowed, self.fix)

@@ -28,7 +28,7 @@ def test_run_of_this_machine_is_not_looked_for_on_a_cluster(
     prepare_folder(load_config(EXAMPLE, ["name=addition-1", "output=runs"]))
     assert main([name, "addition-1"]) == 2
     error = capsys.readouterr().err
-    assert "RUN = 'addition-1': allowed is a run on Kubernetes. runs/addition-1 is a run of this machine" in error
+    assert "RUN = 'addition-1'. Allowed: a run on Kubernetes. runs/addition-1 is a run of this machine" in error
     assert error.endswith(" Ctrl-C in the terminal that started it stops it.\n")
 
 
@@ -61,12 +61,12 @@ def test_settings_that_may_not_be_meant_so_are_told_before_a_run(
         ("rewards.0.function=exact_numbr", "exact_numbr"),
         ("model=./no-such-model", "no-such-model"),
         ("rollout.engines=100000", "not enough memory"),
-        ("output=/dev/null/runs", "output = '/dev/null/runs': allowed is a folder that can be made and written to"),
+        ("output=/dev/null/runs", "output = '/dev/null/runs'. Allowed: a folder that can be made and written to"),
         ("store.endpoint=http://127.0.0.1:1", "127.0.0.1:1"),
         ("tracking.uri=http://127.0.0.1:1", "tracking.uri = 'http://127.0.0.1:1'"),
         (
             "{provider: kuberay}",
-            "cluster.provider = 'kuberay': allowed is local or existing: "
+            "cluster.provider = 'kuberay'. Allowed: local or existing: "
             "this command checks this machine, not a cluster. "
             f"`tidemill submit {EXAMPLE} --dry-run` checks a run for a cluster.",
         ),
@@ -117,13 +117,13 @@ def test_port_in_use_is_refused_with_what_to_do() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match=r"port = \d+: allowed is a free port.*--port"):
+        with pytest.raises(ConfigError, match=r"port = \d+. Allowed: a free port.*--port"):
             free_port(taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_port_that_is_none_is_refused(port: int) -> None:
-    with pytest.raises(ConfigError, match=f"port = {port}: allowed is a number from 0 to 65535"):
+    with pytest.raises(ConfigError, match=f"port = {port}. Allowed: a number from 0 to 65535"):
         free_port(port)
 
 
@@ -152,9 +152,9 @@ def test_answer_beyond_the_context_is_refused_in_the_words_of_the_command(
 ) -> None:
     make_tiny_model(tmp_path, 0)
     assert main(["generate", str(tmp_path), "w5 w6 w7", "--max-new-tokens", str(CONTEXT)]) == 2
-    assert f"--max-new-tokens = {CONTEXT}: allowed is at most {CONTEXT - 3}: the model's" in capsys.readouterr().err
+    assert f"--max-new-tokens = {CONTEXT}. Allowed: at most {CONTEXT - 3}: the model's" in capsys.readouterr().err
     assert main(["generate", str(tmp_path), "w5 " * CONTEXT]) == 2
-    assert f"PROMPT = '{CONTEXT} tokens': allowed is less than the model's" in capsys.readouterr().err
+    assert f"PROMPT = '{CONTEXT} tokens'. Allowed: less than the model's" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -45,16 +45,16 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", EXAMPLE, "trainer.stepz=3"], "trainer.stepz = 3: allowed is one of the keys steps"),
+        (["run", EXAMPLE, "trainer.stepz=3"], "trainer.stepz = 3. Allowed: one of the keys steps"),
         (["run", "nowhere.yaml"], "nowhere.yaml"),
-        (["run"], "file = null: allowed is a run file, or --resume NAME"),
+        (["run"], "file = null. Allowed: a run file, or --resume NAME"),
         (["run", "--resume", "addition-9"], "resume = 'addition-9'"),
         (["run", EXAMPLE, "--resume", "addition-9"], "a file or --resume, not both"),
-        (["run", EXAMPLE, "--output", "a", "output=b"], "output = 'a': allowed is either --output or output="),
+        (["run", EXAMPLE, "--output", "a", "output=b"], "output = 'a'. Allowed: either --output or output="),
         (["train", EXAMPLE, "trainer.steps=0"], "trainer.steps = 0"),
         (["evaluate", EXAMPLE, "data.held_out=null", "registry.min_score=null", "evaluation.every=0"], "data.held_out"),
-        (["timeline", "nowhere"], "RUN = 'nowhere': allowed is a run below runs/, or its folder"),
-        (["ui", "--output", "nowhere"], "nowhere': allowed is a folder of runs with mlflow.db"),
+        (["timeline", "nowhere"], "RUN = 'nowhere'. Allowed: a run below runs/, or its folder"),
+        (["ui", "--output", "nowhere"], "nowhere'. Allowed: a folder of runs with mlflow.db"),
     ],
 )
 def test_misuse_is_one_line_and_status_2(

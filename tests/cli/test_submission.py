@@ -229,10 +229,10 @@ def test_a_schedule_is_deleted_after_its_runs_on_request(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompts", "my_prompts/"], "--prompts = 'my_prompts/': allowed is s3://BUCKET/PREFIX/"),
+        (["--prompts", "my_prompts/"], "--prompts = 'my_prompts/'. Allowed: s3://BUCKET/PREFIX/"),
         (["--prompts", "s3://tidemill/prompts"], "a folder of the store ends with a slash"),
-        (["--prompts", "s3://a/b/", *ALONE], "data.held_out = null: allowed is held-out prompts with"),
-        (["--variants", "{folder}/empty.txt"], "variants = 0: allowed is 1 to 32 variants"),
+        (["--prompts", "s3://a/b/", *ALONE], "data.held_out = null. Allowed: held-out prompts with"),
+        (["--variants", "{folder}/empty.txt"], "variants = 0. Allowed: 1 to 32 variants"),
         (["data.train=gone.jsonl"], "gone.jsonl: no such file. Set data.train"),
         (["data.held_out=broken.jsonl"], "broken.jsonl:1: not valid JSON"),
     ],
@@ -260,7 +260,7 @@ def test_what_the_first_step_would_refuse_is_refused_before_anything_is_sent(
 )
 def test_schedule_does_one_thing_at_a_time(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", *words, "--endpoint", "http://127.0.0.1:9"]) == 2
-    assert "allowed is a run file with --cron, or --list, or --delete NAME with --wait" in capsys.readouterr().err
+    assert "Allowed: a run file with --cron, or --list, or --delete NAME with --wait" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("keys")
@@ -324,15 +324,15 @@ def test_what_kfp_refuses_is_told_in_its_words(kfp: Kfp, run_file: str, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["submit", str(EXAMPLE)], "cluster.provider = 'local': allowed is kuberay"),
-        (["submit", "RUN"], "--endpoint = null: allowed is http(s)://HOST:PORT of KFP's API"),
+        (["submit", str(EXAMPLE)], "cluster.provider = 'local'. Allowed: kuberay"),
+        (["submit", "RUN"], "--endpoint = null. Allowed: http(s)://HOST:PORT of KFP's API"),
         (["submit", "RUN", "--endpoint", "kfp:8888"], "--endpoint = 'kfp:8888'"),
-        (["submit", "RUN", "model=/tmp"], "model = '/tmp': allowed is s3://"),
+        (["submit", "RUN", "model=/tmp"], "model = '/tmp'. Allowed: s3://"),
         (["submit", "RUN", "--variants", "gone.txt"], "--variants = 'gone.txt'"),
         (["submit", "RUN", "name=" + "a" * 55, "--endpoint", "http://kfp"], "name = 'aaa"),
         (["submit", "RUN", "--resume", "Bad Name", "--endpoint", "http://kfp"], "name = 'Bad Name'"),
-        (["schedule", "RUN", "--cron", "0 25 * * *"], "cron = '0 25 * * *': allowed is hour from 0 to 23"),
-        (["schedule", "RUN"], "allowed is a run file with --cron, or --list"),
+        (["schedule", "RUN", "--cron", "0 25 * * *"], "cron = '0 25 * * *'. Allowed: hour from 0 to 23"),
+        (["schedule", "RUN"], "Allowed: a run file with --cron, or --list"),
     ],
 )
 @pytest.mark.usefixtures("keys")

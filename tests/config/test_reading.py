@@ -28,7 +28,7 @@ def test_required_keys_are_enough() -> None:
 @pytest.mark.parametrize("key", ["name", "model", "data", "rewards", "trainer"])
 def test_missing_key_is_named(key: str) -> None:
     tree = {name: value for name, value in SMALL.items() if name != key}
-    with pytest.raises(ConfigError, match=f"^{key} = null: allowed is a value"):
+    with pytest.raises(ConfigError, match=f"^{key} = null. Allowed: a value"):
         parse_config(yaml.safe_dump(tree))
 
 
@@ -222,16 +222,16 @@ def test_every_pattern_has_words() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.shuffle=null", "data.shuffle = null: allowed is true or false."),
-        ("asynchrony.partial_rollout=maybe", "asynchrony.partial_rollout = 'maybe': allowed is true or false."),
-        ("rollout.stop=[true]", "rollout.stop.0 = true: allowed is text, in quotes where YAML"),
-        ("rollout.group_timeout_s=10m", "rollout.group_timeout_s = '10m': allowed is a number, in seconds."),
-        ("trainer.steps=1.5", "trainer.steps = 1.5: allowed is an integer."),
-        ("output=[a]", "output = ['a']: allowed is a path."),
-        ("rewards.0.options={1: 2}", "rewards.0.options.1 = 1: allowed is text, in quotes where YAML"),
+        ("data.shuffle=null", "data.shuffle = null. Allowed: true or false."),
+        ("asynchrony.partial_rollout=maybe", "asynchrony.partial_rollout = 'maybe'. Allowed: true or false."),
+        ("rollout.stop=[true]", "rollout.stop.0 = true. Allowed: text, in quotes where YAML"),
+        ("rollout.group_timeout_s=10m", "rollout.group_timeout_s = '10m'. Allowed: a number, in seconds."),
+        ("trainer.steps=1.5", "trainer.steps = 1.5. Allowed: an integer."),
+        ("output=[a]", "output = ['a']. Allowed: a path."),
+        ("rewards.0.options={1: 2}", "rewards.0.options.1 = 1. Allowed: text, in quotes where YAML"),
         (
             "kubernetes.tolerations=[{key: null}]",
-            "kubernetes.tolerations.0.key = null: allowed is text, in quotes where YAML",
+            "kubernetes.tolerations.0.key = null. Allowed: text, in quotes where YAML",
         ),
     ],
 )

@@ -19,7 +19,7 @@ def fail(folder: Path, error: BaseException) -> Failure:
 def test_failed_step_is_recorded_with_message_and_trace(tmp_path: Path) -> None:
     failure = fail(tmp_path / "run", ConfigError("trainer.steps", 0, "at least 1", "Raise it."))
     assert (failure.step, failure.error, failure.expected) == ("train", "ConfigError", True)
-    assert failure.message == "trainer.steps = 0: allowed is at least 1. Raise it."
+    assert failure.message == "trainer.steps = 0. Allowed: at least 1. Raise it."
     assert "in fail" in failure.trace
 
 

@@ -32,14 +32,14 @@ def changed(config: RunConfig, override: str) -> RunConfig:
     [
         (
             "asynchrony.max_staleness=2",
-            r"asynchrony\.max_staleness = 2: allowed is 1, the value at the start of addition\. ",
+            r"asynchrony\.max_staleness = 2. Allowed: 1, the value at the start of addition\. ",
         ),
-        ("asynchrony.partial_rollout=false", r"asynchrony\.partial_rollout = false: allowed is null, the value at"),
-        ("trainer.ppo_mini_batch_size=8", r"trainer\.ppo_mini_batch_size = 8: allowed is 16, the value at"),
-        ("rewards.0.options={a: 1}", r"rewards\.0\.options = {a: 1}: allowed is {}, the value at"),
-        ("rewards=[{function: exact_number}, {function: a:b}]", r"rewards = \[.*: allowed is \[{function: 'exact_num"),
-        ("data.epochs=3", r"data\.epochs = 3: allowed is null, the value at .* keep the value, or start a new run"),
-        ("seed=1", r"seed = 1: allowed is 0, the value at"),
+        ("asynchrony.partial_rollout=false", r"asynchrony\.partial_rollout = false. Allowed: null, the value at"),
+        ("trainer.ppo_mini_batch_size=8", r"trainer\.ppo_mini_batch_size = 8. Allowed: 16, the value at"),
+        ("rewards.0.options={a: 1}", r"rewards\.0\.options = {a: 1}. Allowed: {}, the value at"),
+        ("rewards=[{function: exact_number}, {function: a:b}]", r"rewards = \[.*. Allowed: \[{function: 'exact_num"),
+        ("data.epochs=3", r"data\.epochs = 3. Allowed: null, the value at .* keep the value, or start a new run"),
+        ("seed=1", r"seed = 1. Allowed: 0, the value at"),
     ],
 )
 def test_a_setting_that_differs_is_named_with_both_values(addition: RunConfig, override: str, message: str) -> None:
@@ -74,9 +74,9 @@ def test_the_settings_are_compared_without_tensors(addition: RunConfig, store: O
     place = checkpoints.manifest(1).folder
     store.put_bytes(f"{place}/model.safetensors", b"damaged")  # of the same size
     check_fit(addition, checkpoints)
-    with pytest.raises(ConfigError, match=r"^algorithm\.kl_loss_coef = 0\.5: allowed is 0\.0"):
+    with pytest.raises(ConfigError, match=r"^algorithm\.kl_loss_coef = 0\.5. Allowed: 0\.0"):
         check_fit(changed(addition, "algorithm.kl_loss_coef=0.5"), checkpoints)
-    with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never': allowed is auto"):
+    with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never'. Allowed: auto"):
         check_fit(changed(addition, "checkpoint.resume=never"), checkpoints)
 
 

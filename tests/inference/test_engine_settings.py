@@ -27,7 +27,7 @@ def test_the_context_is_never_longer_than_the_models(model: str) -> None:
 
 
 def test_a_context_that_the_model_does_not_have_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"max_new_tokens = 101: allowed is at most the 100 tokens"):
+    with pytest.raises(ConfigError, match=r"max_new_tokens = 101. Allowed: at most the 100 tokens"):
         context_length(model, 101)
 
 

@@ -62,11 +62,11 @@ def test_a_cluster_without_kuberay_is_refused() -> None:
 @pytest.mark.parametrize(
     ("secrets", "setting", "message"),
     [
-        ({}, "name=a", "kubernetes.store_secret = 'tidemill-store': allowed is a secret of namespace tidemill"),
+        ({}, "name=a", "kubernetes.store_secret = 'tidemill-store'. Allowed: a secret of namespace tidemill"),
         (
             {"tidemill-store": {"access_key": "YQ=="}},
             "name=a",
-            "kubernetes.store_secret = 'tidemill-store': allowed is a secret with access_key and secret_key. Add "
+            "kubernetes.store_secret = 'tidemill-store'. Allowed: a secret with access_key and secret_key. Add "
             "secret_key",
         ),
         ({"tidemill-store": KEYS}, "kubernetes.secrets=[hub]", "kubernetes.secrets = 'hub'"),
@@ -82,10 +82,10 @@ def test_a_missing_or_incomplete_secret_is_named(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("kubernetes.gpu_type=B200", "kubernetes.gpu_type = 'B200': allowed is a GPU that some node has: NVIDIA-H100"),
-        ("kubernetes.node_selector={pool: gpu}", "kubernetes.node_selector = {pool: 'gpu'}: allowed is labels of"),
-        ("rollout.tensor_parallel_size=16", "rollout.tensor_parallel_size = 16: allowed is no more than"),
-        ("kubernetes.node_selector={pool: cpu}", "trainer.ranks = 1: allowed is no more than the nvidia.com/gpu"),
+        ("kubernetes.gpu_type=B200", "kubernetes.gpu_type = 'B200'. Allowed: a GPU that some node has: NVIDIA-H100"),
+        ("kubernetes.node_selector={pool: gpu}", "kubernetes.node_selector = {pool: 'gpu'}. Allowed: labels of"),
+        ("rollout.tensor_parallel_size=16", "rollout.tensor_parallel_size = 16. Allowed: no more than"),
+        ("kubernetes.node_selector={pool: cpu}", "trainer.ranks = 1. Allowed: no more than the nvidia.com/gpu"),
     ],
 )
 def test_settings_that_no_node_matches_are_refused(setting: str, message: str) -> None:

@@ -340,11 +340,11 @@ def test_requirements_are_printed_above_the_manifests() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compile", "--manifests", str(EXAMPLE)], "cluster.provider = 'local': allowed is kuberay"),
-        (["compile", "trainer.steps=3"], "override = 'trainer.steps=3': allowed is nothing without --manifests"),
-        ([*COMPILE, "--check", "a.yaml"], "--check = 'a.yaml': allowed is nothing with --manifests"),
-        ([*COMPILE, "--pipeline", "sweep"], "--pipeline = 'sweep': allowed is nothing with --manifests"),
-        ([*COMPILE, "--output", "/nowhere/a.yaml"], "output = '/nowhere/a.yaml': allowed is a file that can be"),
+        (["compile", "--manifests", str(EXAMPLE)], "cluster.provider = 'local'. Allowed: kuberay"),
+        (["compile", "trainer.steps=3"], "override = 'trainer.steps=3'. Allowed: nothing without --manifests"),
+        ([*COMPILE, "--check", "a.yaml"], "--check = 'a.yaml'. Allowed: nothing with --manifests"),
+        ([*COMPILE, "--pipeline", "sweep"], "--pipeline = 'sweep'. Allowed: nothing with --manifests"),
+        ([*COMPILE, "--output", "/nowhere/a.yaml"], "output = '/nowhere/a.yaml'. Allowed: a file that can be"),
         ([*COMPILE, "kubernetes.image=tidemill:latest"], "kubernetes.image = 'tidemill:latest'"),
     ],
 )

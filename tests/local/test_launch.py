@@ -107,7 +107,7 @@ def test_settings_that_its_checkpoints_do_not_fit_leave_an_earlier_run_as_it_was
         checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition)})
     other = existing_run("addition", addition.output, ["asynchrony.max_staleness=2"])
     with pytest.raises(
-        ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, the value at the start of addition"
+        ConfigError, match=r"^asynchrony\.max_staleness = 2. Allowed: 1, the value at the start of addition"
     ):
         resume_run(other, Console(file=io.StringIO()))
     assert settings.read_text() == before
@@ -138,7 +138,7 @@ def test_temporary_folder_too_long_for_sockets_of_ray_is_refused_at_once(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert main([command, str(EXAMPLE)]) == 2
-    assert f"TMPDIR = '{tmp_path}': allowed is a path of at most 21 bytes" in capsys.readouterr().err
+    assert f"TMPDIR = '{tmp_path}'. Allowed: a path of at most 21 bytes" in capsys.readouterr().err
     assert not (tmp_path / "runs/addition-1").exists()
 
 

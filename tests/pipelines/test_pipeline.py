@@ -139,7 +139,7 @@ def test_steps_that_kfp_may_retry_try_again_themselves(name: str) -> None:
     """A stock KFP retries a step whose pod is lost, and no step that fails."""
     executors = documents(name)[0]["deploymentSpec"]["executors"]
     texts = {key.removeprefix("exec-"): str(value["container"]["command"]) for key, value in executors.items()}
-    assert {step for step, text in texts.items() if "again(step" in text} == STEPS[name] - {FIRST[name]}
+    assert {step for step, text in texts.items() if "retried(step" in text} == STEPS[name] - {FIRST[name]}
 
 
 @EACH

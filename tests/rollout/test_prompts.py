@@ -175,7 +175,7 @@ def test_changed_rows_are_refused_by_the_setting_that_names_them() -> None:
     config = DataConfig(train="train.jsonl", held_out="held_out.jsonl")
     began = data_digests(prompt_set(), prompt_set(ROWS[:2]))
     check_same_data(config, {"cursor": 3, **began}, data_digests(prompt_set(), prompt_set(ROWS[:2])))
-    with pytest.raises(ConfigError, match=r"data\.train = 'train\.jsonl': allowed is the same rows"):
+    with pytest.raises(ConfigError, match=r"data\.train = 'train\.jsonl'. Allowed: the same rows"):
         check_same_data(config, began, data_digests(prompt_set(ROWS[::-1]), prompt_set(ROWS[:2])))
     with pytest.raises(ConfigError, match=r"data\.held_out"):
         check_same_data(config, began, data_digests(prompt_set(), None))

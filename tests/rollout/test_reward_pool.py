@@ -165,7 +165,7 @@ async def test_a_call_that_holds_the_interpreter_lock_is_killed_too(pool: Callab
         ("mine:leaves", "SystemExit: 3"),
         ("mine:nan", r"failed on prompt 3:\nreward 'nan' returned nan, which is not a finite number$"),
         ("mine:dies", "the worker of reward 'mine:dies' died"),
-        ("mine:huge", r"failed on prompt 3:\nreward 'huge' is 1e\+39: allowed is -1e\+15 to 1e\+15"),
+        ("mine:huge", r"failed on prompt 3:\nreward 'huge' is 1e\+39. Allowed: -1e\+15 to 1e\+15"),
         ("math_verify", r"failed on prompt 3:\nmath_verify: the row has no reference answer"),
     ],
 )
@@ -199,7 +199,7 @@ async def test_what_a_worker_has_started_ends_with_it(pool: Callable[..., Any], 
 
 async def test_a_weighted_sum_that_would_overflow_is_refused(pool: Callable[..., Any]) -> None:
     async with pool(RewardConfig(function="mine:length", weight=1e16, timeout_s=DEADLINE_S)) as rewards:
-        with pytest.raises(RewardError, match=r"'the weighted sum' is 2e\+16: allowed is -1e\+15 to 1e\+15"):
+        with pytest.raises(RewardError, match=r"'the weighted sum' is 2e\+16. Allowed: -1e\+15 to 1e\+15"):
             await rewards.score(prompt(), said("no"))
 
 

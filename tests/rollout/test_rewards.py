@@ -161,7 +161,7 @@ def test_a_value_that_is_no_finite_number_is_refused_with_function_and_value(val
 
 @pytest.mark.parametrize("value", [1e39, -1e39, 1.1e15, {"a": 1e39}])
 def test_a_value_that_would_overflow_in_the_gradient_is_refused(value: Any) -> None:
-    with pytest.raises(RewardError, match=r"reward 'mine(/a)?' is .*: allowed is -1e\+15 to 1e\+15, because gradients"):
+    with pytest.raises(RewardError, match=r"reward 'mine(/a)?' is .*. Allowed: -1e\+15 to 1e\+15, because gradients"):
         as_parts("mine", value)
     assert as_parts("mine", 1e15) == {"mine": 1e15}
 

@@ -36,7 +36,7 @@ def raised(error: str) -> str:
 
 def test_refusal_is_its_sentence_in_short_lines_without_a_traceback() -> None:
     lines = log_of(raised("ConfigError('trainer.steps', 0, 'an integer ' + 'of at least 1 ' * 20, 'Correct it.')"))
-    assert lines[0].startswith("trainer.steps = 0: allowed is") and lines[-1].endswith("Correct it.")
+    assert lines[0].startswith("trainer.steps = 0. Allowed:") and lines[-1].endswith("Correct it.")
     assert len(lines) > 2 and max(map(len, lines)) <= WIDTH
 
 

@@ -83,7 +83,7 @@ def test_settings_of_an_earlier_run_are_copied_without_its_id(addition: RunConfi
     lines = f"store.endpoint={store.endpoint}\nseed=3"
     config = Request(earlier.name, lines, kfp_run="9" * 8).settings()
     assert (config.name, config.registered_model, config.seed) == ("addition-99999999", "addition", 3)
-    with pytest.raises(ConfigError, match=r"config = 'other': allowed is .* the name of an earlier run"):
+    with pytest.raises(ConfigError, match=r"config = 'other'. Allowed: .* the name of an earlier run"):
         Request("other", lines).settings()
 
 

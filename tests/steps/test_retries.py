@@ -9,7 +9,7 @@ from fake_cluster import FakeClock
 
 from tidemill.errors import ClusterError, ConfigError, RunError, StoreError, StoreRefusedError
 from tidemill.kuberay.run_status import KFP_RUN
-from tidemill.steps.retries import again
+from tidemill.steps.retries import retried
 
 
 class Step:
@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
 
 def test_an_error_that_may_pass_is_tried_again(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     step, begun = Step(StoreError("away"), RunError("busy"), OSError("reset")), clock.now
-    assert again(step, now=clock.time, sleep=clock.sleep)() == 4
+    assert retried(step, now=clock.time, sleep=clock.sleep)() == 4
     assert clock.now - begun == 5 + 20 + 80
     assert capsys.readouterr().err.splitlines()[0] == "try 1 failed, next in 5 s: away"
 
@@ -42,7 +42,7 @@ def test_an_error_that_may_pass_is_tried_again(clock: FakeClock, capsys: pytest.
 def test_the_last_error_is_raised(clock: FakeClock) -> None:
     step = Step(*(StoreError(f"away {number}") for number in range(9)))
     with pytest.raises(StoreError, match="away 3"):
-        again(step, now=clock.time, sleep=clock.sleep)()
+        retried(step, now=clock.time, sleep=clock.sleep)()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_last_error_is_raised(clock: FakeClock) -> None:
 def test_an_error_that_would_come_again_is_final(clock: FakeClock, error: Exception) -> None:
     step = Step(error)
     with pytest.raises(type(error)):
-        again(step, now=clock.time, sleep=clock.sleep)()
+        retried(step, now=clock.time, sleep=clock.sleep)()
     assert step.tries == 1
 
 
@@ -62,7 +62,7 @@ def test_no_try_starts_after_the_limit(clock: FakeClock) -> None:
 
     begun = clock.now
     with pytest.raises(RunError):
-        again(slow, now=clock.time, sleep=clock.sleep)()
+        retried(slow, now=clock.time, sleep=clock.sleep)()
     assert clock.now - begun == 1000 + 5 + 1000
 
 
@@ -70,5 +70,5 @@ def test_outside_of_a_cluster_kfp_retries(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv(KFP_RUN, raising=False)
     step = Step(RunError("away"))
     with pytest.raises(RunError):
-        again(step)()
+        retried(step)()
     assert step.tries == 1

@@ -44,14 +44,14 @@ def test_variant_is_a_run_of_its_own_with_its_own_settings(addition: RunConfig) 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", f"variants = 0: allowed is 1 to {MAX_VARIANTS}"),
+        ("", f"variants = 0. Allowed: 1 to {MAX_VARIANTS}"),
         ("seed=1\n" * (MAX_VARIANTS + 1), f"variants = {MAX_VARIANTS + 1}"),
         ("seed='1", "No closing quotation"),
         ("trainer.stepz=3", "trainer.stepz = 3"),
         ("faster", "override = 'faster'"),
         ("[seed=1, 2]", "variants = .* one entry a line, or"),
         ("[seed=1", "variants = .* one entry a line, or"),
-        ("seed=1 output=elsewhere", "variants = 'seed=1 output=elsewhere': allowed is overrides other than output"),
+        ("seed=1 output=elsewhere", "variants = 'seed=1 output=elsewhere'. Allowed: overrides other than output"),
         ("store.bucket=other", "overrides other than store.bucket"),
         ("name=other", "overrides other than name"),
     ],
@@ -77,7 +77,7 @@ def test_variant_cannot_set_what_a_field_of_the_form_sets(addition: RunConfig) -
 
 def test_sweep_without_held_out_prompts_has_no_best(addition: RunConfig, tmp_path: Path) -> None:
     lines = "data.held_out=null\nregistry.min_score=null\nevaluation.every=0"
-    with pytest.raises(ConfigError, match=r"data\.held_out = null: allowed is held-out prompts, which select"):
+    with pytest.raises(ConfigError, match=r"data\.held_out = null. Allowed: held-out prompts, which select"):
         validate_sweep(Request(addition.to_yaml(), lines), "seed=1", str(tmp_path / "links.md"))
 
 

@@ -9,7 +9,7 @@ from tidemill.config.run import RunConfig
 from tidemill.errors import ClusterError, RunError, TidemillError
 from tidemill.kuberay.run_status import KFP_RUN as KFP_ENV
 from tidemill.steps.request import Request
-from tidemill.steps.retries import again
+from tidemill.steps.retries import retried
 from tidemill.steps.teardown import teardown
 
 KFP_RUN = "1a2b3c4d-0000-4000-8000-000000000000"
@@ -71,7 +71,7 @@ def test_only_a_failure_that_may_pass_is_tried_again_until_everything_is_release
 ) -> None:
     monkeypatch.setenv(KFP_ENV, KFP_RUN)
     clock = FakeClock()
-    tried = again(cluster.teardown, tries=None, now=clock.time, sleep=clock.sleep)
+    tried = retried(cluster.teardown, tries=None, now=clock.time, sleep=clock.sleep)
     asked = Request(addition.to_yaml(), kfp_run=KFP_RUN)
     cluster.stuck = {KFP_RUN}
     with pytest.raises(ClusterError):

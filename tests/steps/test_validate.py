@@ -45,16 +45,16 @@ CHAT = [{"role": "user", "content": "1 + 1"}]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.epochs=1", "trainer.ppo_mini_batch_size=81"], r"data.epochs = 1: .* 80 prompts .* step of 81 groups"),
+        (["data.epochs=1", "trainer.ppo_mini_batch_size=81"], r"data.epochs = 1\. .* 80 prompts .* step of 81 groups"),
         (
             ["rewards.0.options={bonus: 1}"],
-            r"rewards.0.options = \{bonus: 1\}: .*unexpected .* 'bonus'",
+            r"rewards.0.options = \{bonus: 1\}\. .*unexpected .* 'bonus'",
         ),
         (["rewards.0.options={answer: 1}"], r"rewards.0.options = .*'answer'"),
         ([*OVERLONG, "rewards.0.options={budget: 8}"], r"options = .*missing .* 'buffer'"),
         (
             [*OVERLONG, "rewards.0.options={budget: 8, buffer: 9}"],
-            r"rewards.0.options = \{.*buffer: 9\}: .*0 < buffer <= budget",
+            r"rewards.0.options = \{.*buffer: 9\}\. .*0 < buffer <= budget",
         ),
         (["rewards.0.function=rewards_here:narrow"], r"rewards.0.function = .*unexpected keyword argument 'extra'"),
         (["rewards.0.function=rewards_here:later"], r"rewards.0.function = .*a function that is not async.*plain"),
@@ -62,7 +62,7 @@ CHAT = [{"role": "user", "content": "1 + 1"}]
         (["rewards.0.function=rewards_here:trl"], r"rewards.0.function = .*'completions' is that of a reward of TRL"),
         (["rewards.0.function=rewards_here:compute_score"], r"rewards.0.function = .*'solution_str' .* of verl"),
         (["rewards.0.options={response: raw}"], r"rewards.0.options.*response must be a text that has"),
-        (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}: .*missing a required .*'bonus'"),
+        (["rewards.0.function=rewards_here:wide"], r"rewards.0.options = \{\}\. .*missing a required .*'bonus'"),
     ],
 )
 def test_inputs_that_cannot_be_trained_are_refused(
@@ -103,7 +103,7 @@ def test_invalid_options_of_overlong_are_refused(options: str, addition: RunConf
 @pytest.mark.parametrize(
     ("row", "overrides", "message"),
     [
-        ({"prompt": CHAT, "answer": "2"}, [], r"data.system_prompt = 'You are a calculator.': allowed is null if"),
+        ({"prompt": CHAT, "answer": "2"}, [], r"data.system_prompt = 'You are a calculator.'. Allowed: null if"),
         ({"prompt": "1 + 1", "answer": "two"}, [], r"rows\.jsonl:1 has the answer 'two', which is not a number"),
         (
             {"prompt": "1 + 1", "answer": " "},
@@ -191,7 +191,7 @@ def test_broken_prompt_line_is_named_by_number_and_recorded(addition: RunConfig,
 
 def test_settings_that_are_too_long_for_an_argument_are_refused(addition: RunConfig) -> None:
     data = addition.data.model_copy(update={"system_prompt": "Be brief. " * 4000})
-    with pytest.raises(ConfigError, match=r"^config = '\d+ bytes': allowed is at most 32768 with every default"):
+    with pytest.raises(ConfigError, match=r"^config = '\d+ bytes'. Allowed: at most 32768 with every default"):
         validated(addition.model_copy(update={"data": data}).to_yaml())
 
 
@@ -209,7 +209,7 @@ def test_answer_longer_than_the_models_context_is_refused(addition: RunConfig, t
     make_tiny_model(tmp_path / "model", 0)
     model, limit = f"model={tmp_path / 'model'}", CONTEXT - addition.data.max_prompt_tokens
     check_model(parse_config(changed(addition, model, f"rollout.max_new_tokens={limit}")), {}, trains=True)
-    with pytest.raises(ConfigError, match=f"max_new_tokens = {CONTEXT + 1}: allowed is at most the {CONTEXT} tokens"):
+    with pytest.raises(ConfigError, match=f"max_new_tokens = {CONTEXT + 1}. Allowed: at most the {CONTEXT} tokens"):
         validated(changed(addition, model, f"rollout.max_new_tokens={limit + 1}"))
 
 
@@ -217,7 +217,7 @@ def test_tensor_parallel_size_must_divide_the_heads(addition: RunConfig, tmp_pat
     make_tiny_model(tmp_path / "model", 0)
     model, size = f"model={tmp_path / 'model'}", "rollout.tensor_parallel_size"
     check_model(parse_config(changed(addition, model, f"{size}=2")), {}, trains=True)
-    with pytest.raises(ConfigError, match=f"{size} = 3: allowed is a divisor of the 4 attention heads"):
+    with pytest.raises(ConfigError, match=f"{size} = 3. Allowed: a divisor of the 4 attention heads"):
         check_model(parse_config(changed(addition, model, f"{size}=3")), {}, trains=True)
 
 
@@ -271,7 +271,7 @@ def test_lengths_of_the_prompts_are_said_and_too_long_ones_do_not_count(
     assert (
         "data.train: 3 prompts of up to 4 tokens, 1 more than data.max_prompt_tokens = 3; " in capsys.readouterr().out
     )
-    with pytest.raises(ConfigError, match=r"data\.epochs = 1: .* 2 prompts for one optimizer step of 3 groups"):
+    with pytest.raises(ConfigError, match=r"data\.epochs = 1\. .* 2 prompts for one optimizer step of 3 groups"):
         validated(with_rows(addition, tmp_path, rows, small[0], "trainer.ppo_mini_batch_size=3", "data.epochs=1"))
     with pytest.raises(DataError, match=r"data\.train: all 3 prompts .* Raise data\.max_prompt_tokens"):
         validated(with_rows(addition, tmp_path, rows[::2] + rows[2:], "data.max_prompt_tokens=2"))
@@ -366,7 +366,7 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
     validated(text)
     with open_checkpoints(addition) as checkpoints:
         checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
-    with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never': allowed is auto, because addition has"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never'. Allowed: auto, because addition has"):
         validated(text)
     validated(addition.to_yaml())
 
@@ -377,7 +377,7 @@ def test_settings_that_a_checkpoint_does_not_fit_are_refused_first(addition: Run
     with open_checkpoints(addition) as checkpoints:
         checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition)})
     with pytest.raises(
-        ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, the value at the start of addition"
+        ConfigError, match=r"^asynchrony\.max_staleness = 2. Allowed: 1, the value at the start of addition"
     ):
         validated(changed(addition, "asynchrony.max_staleness=2"))
 
@@ -395,12 +395,12 @@ def test_settings_that_a_checkpoint_in_a_store_elsewhere_does_not_fit_are_refuse
             checkpoints.commit(1, tmp_path / "parts", {"identity": identity(run)})
         validated(changed(run, "trainer.steps=30"))
         with pytest.raises(
-            ConfigError, match=r"^asynchrony\.max_staleness = 2: allowed is 1, the value at the start of addition"
+            ConfigError, match=r"^asynchrony\.max_staleness = 2. Allowed: 1, the value at the start of addition"
         ):
             validated(changed(run, "asynchrony.max_staleness=2"))
 
 
 def test_missing_store_key_is_refused(addition: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEMILL_S3_ACCESS_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"TIDEMILL_S3_ACCESS_KEY = null: .* the parameter store_secret"):
+    with pytest.raises(ConfigError, match=r"TIDEMILL_S3_ACCESS_KEY = null\. .* the parameter store_secret"):
         validated(changed(addition, "store.endpoint=http://127.0.0.1:1"))

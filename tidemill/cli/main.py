@@ -129,17 +129,8 @@ def submit(
     require("kfp")
     from tidemill.cli import submission
 
-    options = submission.Options(
-        variants,
-        prompts,
-        endpoint,
-        kfp_namespace,
-        experiment,
-        service_account,
-        steps_image,
-        store_endpoint,
-        context.obj,
-    )
+    shared = (variants, prompts, endpoint, kfp_namespace, experiment, service_account, steps_image, store_endpoint)
+    options = submission.Options(*shared, context.obj)
     return submission.submit(file, overrides, options, resume=resume, dry_run=dry_run, wait=wait)
 
 
@@ -179,17 +170,8 @@ def schedule(
     require("kfp")
     from tidemill.cli import submission
 
-    options = submission.Options(
-        variants,
-        prompts,
-        endpoint,
-        kfp_namespace,
-        experiment,
-        service_account,
-        steps_image,
-        store_endpoint,
-        context.obj,
-    )
+    shared = (variants, prompts, endpoint, kfp_namespace, experiment, service_account, steps_image, store_endpoint)
+    options = submission.Options(*shared, context.obj)
     actions = {"a run file": file, "--cron": cron, "--list": list_, "--delete": delete, "--wait": wait, "--stop": stop}
     submission.check_one_action(actions)
     if delete:

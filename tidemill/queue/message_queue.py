@@ -118,7 +118,7 @@ class MessageQueue(Generic[Ref]):
             RunError: `count` groups can never be queued at once.
         """
         if not 1 <= count <= self.capacity:
-            raise RunError(f"lease of {count} groups from a queue of capacity {self.capacity}: allowed is 1..capacity")
+            raise RunError(f"lease of {count} groups from a queue of capacity {self.capacity}. Allowed: 1..capacity")
         waiting_for = f"{count} groups at version {version}"
         async with self.turn(self.consumers, lambda: self.can_lease(count, version), timeout_s, waiting_for):
             swept = self.sweep(version)

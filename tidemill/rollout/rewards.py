@@ -385,7 +385,7 @@ def as_number(name: str, value: Any) -> float:
         raise RewardError(f"reward {name!r} returned {value!r}, which is not a finite number")
     if abs(number) > LARGEST_REWARD:
         raise RewardError(
-            f"reward {name!r} is {number:g}: allowed is {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}, because gradients "
+            f"reward {name!r} is {number:g}. Allowed: {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}, because gradients "
             "are float32. Scale it down."
         )
     return number

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def again(
+def retried(
     step: Callable[P, R],
     *,
     tries: int | None = TRIES,
@@ -46,7 +46,7 @@ def again(
     """
 
     @functools.wraps(step)
-    def tried(*args: P.args, **kwargs: P.kwargs) -> R:
+    def with_retries(*args: P.args, **kwargs: P.kwargs) -> R:
         if this_kfp_run() is None:
             return step(*args, **kwargs)
         begun = now()
@@ -65,7 +65,7 @@ def again(
         )
         return policy(step, *args, **kwargs)
 
-    return tried
+    return with_retries
 
 
 def may_pass(error: BaseException) -> bool:
