@@ -39,7 +39,7 @@ def test_gpus_must_suffice_for_all_engines_and_ranks(
     if fits:
         check_gpus(config)
     else:
-        with pytest.raises(ConfigError, match=rf"rollout\.engines = 2. Allowed: .*{gpus} GPUs suffice.*5 in all.*never share"):
+        with pytest.raises(ConfigError, match=rf"rollout\.engines = 2\. .*{gpus} GPUs suffice.*5 in all.*never share"):
             check_gpus(config)
 
 

@@ -171,7 +171,7 @@ def test_failed_step_is_named_with_one_message_and_its_log(tmp_path: Path) -> No
     assert re.search(r"validate failed: .*broken\.jsonl:2: not valid JSON", done.stdout)
     assert "log: runs/addition-1/log.txt" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
-    assert "Traceback" in (tmp_path / "runs/addition-1/log.txt").read_text()
+    assert "broken.jsonl:2: not valid JSON" in (tmp_path / "runs/addition-1/log.txt").read_text()
     assert processes_in(tmp_path) == []
 
 

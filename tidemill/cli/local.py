@@ -9,8 +9,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -358,13 +358,14 @@ def say_loading(model: str) -> None:
     print(f"loading {model} ...", file=sys.stderr, flush=True)
 
 
-def quiet(debug: bool) -> AbstractContextManager[object]:
+@contextmanager
+def quiet(debug: bool) -> Iterator[None]:
     """Hide what libraries and their processes print, except with `--debug`."""
-    from tidemill.cluster.processes import SAFE_PATH
+    from tidemill.cluster.processes import safe_path
     from tidemill.observe.console import redirected
 
-    os.environ.update(SAFE_PATH)
-    return nullcontext() if debug else redirected(os.devnull)
+    with safe_path(), nullcontext() if debug else redirected(os.devnull):
+        yield
 
 
 def write(path: Path, text: str, remark: str = "", *, parents: bool = False) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tidemill.cluster.processes import SAFE_PATH
+from tidemill.cluster.processes import safe_path
 from tidemill.config.run import RunConfig
 from tidemill.errors import ConfigError, RunError
 from tidemill.store.server import open_store, start_server, stop_server, store_folder
@@ -78,20 +78,20 @@ def ray_session(config: RunConfig) -> Iterator[None]:
     """
     import ray  # not at module level: the image of the pipeline steps has no Ray
 
-    os.environ.update(SAFE_PATH)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Child processes of a killed actor, such as the core of a vLLM engine, must not keep its GPU.
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "true")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        with keep_sigterm_handler():
-            if config.cluster.provider == "local":
-                start_ray(config)
-            else:
-                join_ray(config.cluster.provider)
-        yield
-    finally:
-        ray.shutdown()
+    with safe_path():
+        try:
+            with keep_sigterm_handler():
+                if config.cluster.provider == "local":
+                    start_ray(config)
+                else:
+                    join_ray(config.cluster.provider)
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

@@ -32,6 +32,21 @@ OTHER_FOLDER = "Set another folder with output=..."
 
 
 @contextmanager
+def safe_path() -> Iterator[None]:
+    """Start all child processes of the body with `SAFE_PATH`."""
+    before = {name: os.environ.get(name) for name in SAFE_PATH}
+    os.environ.update(SAFE_PATH)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def handled_by(handler: signal.Handlers | Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
     """Within the body this handles the signals that stop a run; yields the handlers to restore."""
     before: dict[int, Any] = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
