@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from rollout_rig import CharTokenizer
 from tidemill_components.validate import validate
 from tiny_model import CONTEXT, make_tiny_model
@@ -312,6 +313,18 @@ def test_a_model_of_the_store_is_checked_without_its_weights(addition: RunConfig
         store.delete("models/tiny/model.safetensors")
         with pytest.raises(ModelError, match=r"not a model folder: it lacks model\.safetensors"):
             check_model(config, inputs, trains=True)
+
+
+def test_a_model_that_is_nowhere_is_said_with_the_folder_that_does_not_exist(
+    addition: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    said: list[str] = []
+    config = addition.model_copy(update={"model": "nobody/nothing"})
+    check_model(config, check_inputs(config), trains=True, say=said.append)
+    [line] = said
+    folder = Path("nobody/nothing").absolute()
+    assert f"nobody/nothing was not found in the folder {folder} (does not exist); the Hugging Face cache" in line
 
 
 @pytest.mark.parametrize("key", ["train", "held_out"])

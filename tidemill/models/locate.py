@@ -221,6 +221,7 @@ def published_settings(name: str, tried: list[str]) -> Path | None:
     converted = default_cache() / "models" / name.partition("/")[2]
     if name == SMOLLM2 and converted.is_dir():
         return converted
+    tried.append(f"the folder {Path(name).expanduser().absolute()} (does not exist)")
     found = snapshot(name, True, "Hugging Face cache", tried)
     found = found or snapshot(name, False, "Hugging Face hub", tried, SETTINGS)
     return None if found is None else checked(found, weights=False)

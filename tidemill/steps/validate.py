@@ -255,7 +255,8 @@ def check_model(config: RunConfig, inputs: Mapping[str, Rows], *, trains: bool, 
     with TemporaryDirectory(prefix="tidemill-model-") as scratch:
         folder = Locator.of(config).fetch_settings(config.model, Path(scratch), tried)
         if folder is None:
-            say(f"the model and the tokens of the prompts are not checked: {config.model} is not in {', '.join(tried)}")
+            attempts = "; ".join(tried)
+            say(f"the model and the tokens of the prompts are not checked: {config.model} was not found in {attempts}")
             return
         if trains:
             refuse_untrainable(folder)
