@@ -119,7 +119,7 @@ def check(file: RunFile, overrides: Settings = []) -> int:
     check_run(config)
     for text in notices(config):
         print(f"{file}: {text}")
-    print(f"{file}: no errors; the run can start")
+    print(f"{file}: no errors in what was checked")
     return 0
 
 
