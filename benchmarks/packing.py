@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.config.training import AlgorithmConfig, TrainerConfig
+from tidemill.config.algorithm import AlgorithmConfig
+from tidemill.config.trainer import TrainerConfig
 from tidemill.records import Group, Prompt, Rollout, VersionSpan
 from tidemill.train.batch import MicroBatch, micro_batches, stacks, step_denominator
+from tidemill.train.packing import pack_group
 from tidemill.train.policy import PolicyRank
-from tidemill.train.tree import pack_group
 
 Row = dict[str, str | float]
 

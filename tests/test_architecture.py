@@ -55,7 +55,7 @@ PURE = (
     "tidemill.train.advantages",
     "tidemill.train.batch",
     "tidemill.train.losses",
-    "tidemill.train.tree",
+    "tidemill.train.packing",
 )
 
 # Where a library may be imported at all.

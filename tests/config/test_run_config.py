@@ -70,9 +70,9 @@ def test_config_cannot_be_changed() -> None:
         parse().trainer.steps = 9  # type: ignore[misc]
 
 
-def test_there_are_at_most_eighty_knobs_besides_those_of_kubernetes_and_all_are_documented() -> None:
+def test_there_are_at_most_120_knobs_besides_those_of_kubernetes_and_all_are_documented() -> None:
     knobs = list(fields())
-    assert len([key for key, _, _ in knobs if not key.startswith("kubernetes.")]) <= 80
+    assert len([key for key, _, _ in knobs if not key.startswith("kubernetes.")]) <= 120
     assert [key for key, owner, name in knobs if not owner.model_fields[name].description] == []
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rollout_rig import run_config
 
-from tidemill.driver.restart import Restart
+from tidemill.driver.resume import Restart
 from tidemill.driver.run import Run
 from tidemill.errors import RunError, StoreError
 from tidemill.observe.events import EventLog

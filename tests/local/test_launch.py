@@ -23,7 +23,7 @@ from rich.console import Console
 from tidemill.cli.main import main
 from tidemill.config.reading import load_config
 from tidemill.config.run import RunConfig
-from tidemill.driver.restart import identity
+from tidemill.driver.resume import identity
 from tidemill.errors import ConfigError, ModelError, RunError
 from tidemill.local.launch import resume_run, start_run
 from tidemill.steps.run_folder import existing_run, output_lock, prepare_folder

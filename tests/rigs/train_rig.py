@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tidemill.config.training import AlgorithmConfig, TrainerConfig
+from tidemill.config.algorithm import AlgorithmConfig
+from tidemill.config.trainer import TrainerConfig
 from tidemill.records import Float32Array, Group, Prompt, Rollout, VersionSpan
 from tidemill.train.batch import MicroBatch, micro_batches
+from tidemill.train.packing import pack_group
 from tidemill.train.policy import PolicyRank
 from tidemill.train.sharding import World
-from tidemill.train.tree import pack_group
 
 VOCABULARY = 97
 TEMPERATURE = 0.7

@@ -17,7 +17,7 @@ from tidemill.config.data import DataConfig
 from tidemill.config.reading import load_config, parse_config
 from tidemill.config.run import RunConfig
 from tidemill.driver.failure import Failure
-from tidemill.driver.restart import identity
+from tidemill.driver.resume import identity
 from tidemill.errors import (
     ConfigError,
     DataError,

@@ -13,7 +13,7 @@ from train_rig import batches_of, make_group, make_rollout, random_advantages, r
 from tidemill.errors import DataError
 from tidemill.records import Group, VersionSpan
 from tidemill.train.batch import MicroBatch, grafted, micro_batches, step_denominator
-from tidemill.train.tree import PackedRow, Targets, pack_group
+from tidemill.train.packing import PackedRow, Targets, pack_group
 
 ONES = np.ones(8, np.float32)
 

@@ -23,9 +23,9 @@ from tidemill.records import Group
 from tidemill.rollout.group_request import group_seed, make_group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import micro_batches, step_denominator
+from tidemill.train.packing import pack_group
 from tidemill.train.policy import PolicyRank
 from tidemill.train.trainer import Position
-from tidemill.train.tree import pack_group
 
 pytestmark = pytest.mark.own_time
 ON_POLICY = [{"max_staleness": 0}, {"max_staleness": 1, "staleness_threshold": 0}]

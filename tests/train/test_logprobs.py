@@ -49,7 +49,7 @@ def test_bfloat16_products_give_float32_log_probs(chunk: int) -> None:
 
 
 def test_the_mask_shows_only_the_own_path() -> None:
-    # The example of tidemill.train.tree, with one column of padding.
+    # The example of tidemill.train.packing, with one column of padding.
     mask = attention_mask(torch.tensor([[5, 5, 5, 4, 5, 6]]))
     assert mask.shape == (1, 1, 6, 6)
     seen = [[j for j in range(6) if mask[0, 0, i, j]] for i in range(6)]

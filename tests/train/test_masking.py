@@ -28,7 +28,7 @@ from train_rig import (
     random_groups,
 )
 
-from tidemill.config.training import AlgorithmConfig
+from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.fakes import FakeEngine
 from tidemill.records import Float32Array, Group, Int32Array, Rollout, VersionSpan
 from tidemill.train.batch import mask_stale, step_denominator

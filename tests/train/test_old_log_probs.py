@@ -14,7 +14,7 @@ from copies import Copies
 from torch import Tensor
 from train_rig import batches_of, make_rank, plain_log_probs, random_advantages, random_groups
 
-from tidemill.config.training import AlgorithmConfig
+from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.observe.meters import Timings
 from tidemill.records import Group, Rollout, VersionSpan
 from tidemill.train.batch import MicroBatch, step_denominator

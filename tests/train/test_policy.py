@@ -19,7 +19,7 @@ from train_rig import (
     save_llama,
 )
 
-from tidemill.config.training import AlgorithmConfig
+from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.errors import RunError
 from tidemill.records import Float32Array, Group
 from tidemill.train.batch import MicroBatch, step_denominator

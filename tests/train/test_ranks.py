@@ -17,7 +17,7 @@ from free_port import free_port
 from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
 
-from tidemill.config.training import AlgorithmConfig
+from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.records import Float32Array, Group
 from tidemill.train.batch import step_denominator
 from tidemill.train.policy import PolicyRank

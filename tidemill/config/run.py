@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, model_validator
 
+from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.asynchrony import AsynchronyConfig, SyncConfig
 from tidemill.config.data import DataConfig, RewardConfig
 from tidemill.config.kubernetes import ClusterConfig, KubernetesConfig
 from tidemill.config.rollout import EvaluationConfig, QueueConfig, RolloutConfig
 from tidemill.config.section import DNS_LABEL, Section, Text
 from tidemill.config.storage import CheckpointConfig, RegistryConfig, StoreConfig, TrackingConfig
-from tidemill.config.training import AlgorithmConfig, TrainerConfig
+from tidemill.config.trainer import TrainerConfig
 
 
 class RunConfig(Section):

@@ -34,7 +34,7 @@ from tidemill.cluster.local import cluster_hosts, cluster_resources, ray_session
 from tidemill.config.run import RunConfig
 from tidemill.config.validation import notices, other_processor
 from tidemill.driver.observer import RunObserver
-from tidemill.driver.restart import Restart, find_restart, identity
+from tidemill.driver.resume import Restart, find_restart, identity
 from tidemill.errors import RunError, TidemillError
 from tidemill.models.locate import LocalModel, fetch_model
 from tidemill.observe.events import EventLog, PhaseStarted

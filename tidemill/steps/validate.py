@@ -22,7 +22,7 @@ from rich.console import Console
 
 from tidemill.config.data import DataConfig, RewardConfig
 from tidemill.config.run import RunConfig
-from tidemill.driver.restart import check_fit
+from tidemill.driver.resume import check_fit
 from tidemill.errors import ConfigError, DataError
 from tidemill.models.hf_config import context_of, heads_of, refuse_untrainable, vocab_size_of
 from tidemill.models.locate import Locator, pin_model

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tidemill.records import Group, Int32Array, Rollout
 from tidemill.rollout.staleness import too_old
-from tidemill.train.tree import Aggregation, PackedRow, Targets, common_start, in_token_order
+from tidemill.train.packing import Aggregation, PackedRow, Targets, common_start, in_token_order
 
 # Cost of a column besides attention, in columns attended to. By operations it is about 5 times the hidden size; dense
 # attention is slower per operation, so it is less here.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def attention_mask(ends: Tensor) -> Tensor:
-    """`[B, 1, T, T]` bool: column i attends to column j if and only if `j <= i < ends[j]` (see `train.tree`).
+    """`[B, 1, T, T]` bool: column i attends to column j if and only if `j <= i < ends[j]` (see `train.packing`).
 
     A padding column j has `ends[j] = j + 1`: it attends to itself, so that no softmax is empty, and no other column
     attends to it.

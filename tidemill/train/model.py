@@ -142,7 +142,7 @@ class Network(nn.Module):
 
         Args:
             ids: `[B, T]` int64, tokens.
-            positions: `[B, T]` int64, distance from the root of the tree, see `train.tree`.
+            positions: `[B, T]` int64, distance from the root of the tree, see `train.packing`.
             ends: `[B, T]` int64, end of the subtree.
             predictors: `[U]` int64, positions in `[B * T]` that predict a target.
             inverse: `[K]` int64, index into `predictors` for each target.

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from tidemill.config.training import AlgorithmConfig, OldLogProb, TrainerConfig
+from tidemill.config.algorithm import AlgorithmConfig, OldLogProb
+from tidemill.config.trainer import TrainerConfig
 from tidemill.errors import RunError
 from tidemill.models.precision import compute_dtype
 from tidemill.observe.meters import Timings

@@ -26,8 +26,8 @@ from tidemill.task_group import task_group
 from tidemill.train.advantages import grpo_advantages
 from tidemill.train.batch import MicroBatch, mask_stale, micro_batches, step_denominator
 from tidemill.train.evaluation import Validation
+from tidemill.train.packing import PackedRow, pack_group
 from tidemill.train.stop import Stop
-from tidemill.train.tree import PackedRow, pack_group
 from tidemill.train.weight_sync import WeightSync
 
 Metrics = dict[str, float]

@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.config.reading import parse_config
 from tidemill.config.run import RunConfig
-from tidemill.driver.restart import IDENTITY, Restart, check_fit, check_identity, find_restart, identity
+from tidemill.driver.resume import IDENTITY, Restart, check_fit, check_identity, find_restart, identity
 from tidemill.errors import ConfigError
 from tidemill.protocols import Answer, Evaluation
 from tidemill.store.checkpoint import Checkpoints
