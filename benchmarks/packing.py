@@ -97,8 +97,8 @@ def batches(groups: Sequence[Group], max_tokens: int, packed: bool) -> list[Micr
     return [MicroBatch.of(stack) for stack in stacks(sorted(rows, key=len, reverse=True), max_tokens)]
 
 
-def signs(group: Group) -> np.ndarray:
-    return np.where(group.rewards > 0, 1, -1).astype(np.float32)
+def signs(group: Group) -> list[np.ndarray]:
+    return [np.full(len(r.token_ids), 1 if r.reward > 0 else -1, np.float32) for r in group.rollouts]
 
 
 def make_groups(args: argparse.Namespace, vocabulary: int) -> list[Group]:

@@ -90,7 +90,7 @@ def test_unknown_key_in_a_reward_is_refused() -> None:
         ("trainer.steps=many", "integer"),
         ("trainer.steps=true", "a number"),
         ("kubernetes.gpu_hours=yes", "a number"),
-        ("rollout.group_size=1", "greater than or equal to 2"),
+        ("rollout.group_size=0", "greater than or equal to 1"),
         ("rollout.temperature=0", "greater than 0"),
         ("asynchrony.max_staleness=-1", "greater than or equal to 0"),
         ("asynchrony.staleness_threshold=-0.1", "greater than or equal to 0"),
@@ -130,7 +130,7 @@ def test_empty_stop_string_is_refused_by_its_place() -> None:
 
 
 def test_the_number_of_other_mistakes_is_shown() -> None:
-    assert "(1 more setting is wrong.)" in str(refusal("trainer.steps=0", "rollout.group_size=1"))
+    assert "(1 more setting is wrong.)" in str(refusal("trainer.steps=0", "rollout.group_size=0"))
 
 
 @pytest.mark.parametrize("override", ["trainer.steps", "=3", "a..b=1", "name.x=1", "rewards.7.weight=1", "rewards.x=1"])

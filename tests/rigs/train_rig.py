@@ -111,8 +111,16 @@ def random_advantages(groups: Sequence[Group], seed: int = 1) -> list[Float32Arr
 def batches_of(
     groups: Sequence[Group], advantages: Sequence[Float32Array], max_tokens: int, ranks: int = 1, **options: Any
 ) -> list[list[MicroBatch]]:
-    rows = [row for g, a in zip(groups, advantages, strict=True) for row in pack_group(g, a, max_tokens, **options)]
+    rows, first = [], 0
+    for group, advantage in zip(groups, advantages, strict=True):
+        rows += pack_group(group, spread(group, advantage), max_tokens, first=first, **options)
+        first += len(group.rollouts)
     return micro_batches(rows, max_tokens, ranks)
+
+
+def spread(group: Group, advantages: Sequence[float] | Float32Array) -> list[Float32Array]:
+    """`[R]` for each rollout: its advantage at every token."""
+    return [np.full(len(r.token_ids), a, np.float32) for r, a in zip(group.rollouts, advantages, strict=True)]
 
 
 def plain_log_probs(model: torch.nn.Module, group: Group, rollout: Rollout, temperature: float = TEMPERATURE) -> Tensor:

@@ -21,9 +21,9 @@ from tidemill.fakes import FakeEngine
 from tidemill.protocols import Sampling, WeightUpdate
 from tidemill.records import Group
 from tidemill.rollout.group_request import group_seed, make_group
-from tidemill.train.advantages import grpo_advantages
+from tidemill.train.advantages import estimate
 from tidemill.train.batch import micro_batches, step_denominator
-from tidemill.train.packing import pack_group
+from tidemill.train.packing import PackedRow, pack_group
 from tidemill.train.policy import PolicyRank
 from tidemill.train.trainer import Position
 
@@ -72,7 +72,9 @@ async def plain_loop(config: RunConfig, rank: PolicyRank) -> list[tuple[float, .
 
 def learn(rank: PolicyRank, groups: list[Group], tokens: int, version: int) -> dict[str, float]:
     """One optimizer step."""
-    rows = [row for group in groups for row in pack_group(group, grpo_advantages(group.rewards, True), tokens)]
+    advantages, rows = estimate(rank.algorithm, groups), list[PackedRow]()
+    for index, (group, advantage) in enumerate(zip(groups, advantages, strict=True)):
+        rows += pack_group(group, advantage, tokens, first=index * len(group.rollouts))
     return rank.update(micro_batches(rows, tokens, 1)[0], step_denominator(groups, "token"), version)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollout_rig import LengthReward, Rig, run_config
+from train_rig import spread
 
 from tidemill.config.run import RunConfig
 from tidemill.errors import RunError
@@ -143,7 +144,8 @@ async def test_a_group_that_breaks_the_bound_ends_the_run() -> None:
 @pytest.mark.parametrize(("kl_loss_coef", "rows"), [(0.0, 0), (0.5, 1)])
 async def test_groups_without_advantage_are_packed_only_for_a_kl_penalty(kl_loss_coef: float, rows: int) -> None:
     trainer = make_trainer(rig := Rig(run_config(algorithm={"kl_loss_coef": kl_loss_coef})))
-    assert len(trainer.pack([await one_group(rig.config)], [np.zeros(2, np.float32)])) == rows
+    group = await one_group(rig.config)
+    assert len(trainer.pack([group], [spread(group, [0, 0])])) == rows
 
 
 async def test_every_nth_version_is_committed_except_the_last_one() -> None:

@@ -6,9 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidemill.config.section import NonNegative, Section
+from tidemill.config.section import Fraction, NonNegative, Section
 
 OldLogProb = Literal["rollout", "version_start", "decoupled"]
+AdvEstimator = Literal[
+    "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k", "gdpo"
+]
+COMPARED: tuple[AdvEstimator, ...] = ("grpo", "rloo", "reinforce_plus_plus_baseline", "pass_at_k", "gdpo")
+"""Estimators that compare the rollouts of a group."""
+DISCOUNTED: tuple[AdvEstimator, ...] = ("reinforce", "reinforce_plus_plus")
+"""Estimators over time."""
 
 
 class AlgorithmConfig(Section):
@@ -16,8 +23,18 @@ class AlgorithmConfig(Section):
     (Schulman et al. 2017, arXiv:1707.06347).
     """
 
+    adv_estimator: AdvEstimator = "grpo"
+    """How advantages follow from rewards; `docs/algorithms.md` has the formulas. `grpo`, `rloo` and `pass_at_k` compare
+    the rollouts of a prompt, `gdpo` each reward function for itself; `reinforce` and `reinforce_plus_plus` take the
+    discounted reward to go, the second one whitened over the step; `reinforce_plus_plus_baseline` whitens what is left
+    after the group's mean."""
     normalize_std: bool = True
-    """Divide advantages by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+    """Divide the advantages of `grpo` by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025,
+    arXiv:2503.20783)."""
+    pass_k: Annotated[int, Field(ge=2)] = 4
+    """The k of `pass_at_k`, at most `rollout.group_size`."""
+    gamma: Fraction = 1.0
+    """Discount of later rewards, of `reinforce` and `reinforce_plus_plus`."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio is clipped below at 1 - clip_ratio_low."""
     clip_ratio_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
@@ -26,8 +43,10 @@ class AlgorithmConfig(Section):
     """Bound of the loss for negative advantages (Ye et al. 2020, arXiv:1912.09729); null leaves it out."""
     kl_loss_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || reference); above 0 a frozen copy of the first policy is kept."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """Average over all response tokens of the optimizer step, or first over each sequence."""
+    aggregation: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
+    """What the loss is divided by, over the whole optimizer step: `token`, its response tokens; `sequence`, its
+    responses, each with the mean over its tokens; `sequence_sum`, its responses, each with the sum over its tokens;
+    `constant`, its responses times `rollout.max_new_tokens` (Dr. GRPO)."""
     old_log_prob: OldLogProb = "rollout"
     """Denominator of the ratio in the loss: `rollout`, the engine's log-probs at sampling; `version_start`, those of
     the parameters at the start of the current version (verl's MIS); `decoupled`, those of the proximal policy, and the

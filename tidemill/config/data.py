@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -70,3 +72,14 @@ class RewardConfig(Section):
         if not isinstance(template, str) or template.count("{text}") + template.count("{raw}") != 1:
             raise ValueError("response must be a text that has {text} or {raw} once, such as <think>{text}")
         return options
+
+
+def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:
+    """A unique short name for every function: the part after the colon, with a number from the second use on."""
+    seen: Counter[str] = Counter()
+    names = []
+    for reward in rewards:
+        name = reward.function.rpartition(":")[2]
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return names

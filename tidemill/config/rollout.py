@@ -16,8 +16,8 @@ class RolloutConfig(Section):
     """vLLM engines, each a Ray actor."""
     tensor_parallel_size: Positive = 1
     """GPUs per engine."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Responses per prompt (n); a group needs at least two for its baseline."""
+    group_size: Positive = 8
+    """Responses per prompt (n); an estimator that compares them needs at least two."""
     max_new_tokens: Positive = 1024
     """Response budget in tokens."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.asynchrony import AsynchronyConfig, SyncConfig
-from tidemill.config.data import DataConfig, RewardConfig
+from tidemill.config.data import DataConfig, RewardConfig, reward_names
 from tidemill.config.kubernetes import ClusterConfig, KubernetesConfig
 from tidemill.config.rollout import EvaluationConfig, QueueConfig, RolloutConfig
 from tidemill.config.section import DNS_LABEL, Section, Text
@@ -52,6 +52,11 @@ class RunConfig(Section):
     registry: RegistryConfig = Field(default_factory=RegistryConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward function by the name that its metrics have."""
+        return dict(zip(reward_names(self.rewards), (reward.weight for reward in self.rewards), strict=True))
 
     @property
     def required_samples(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -53,3 +53,13 @@ class Section(BaseModel):
         if isinstance(value, bool) and kinds & {int, float}:
             raise PydanticCustomError("truth", "Input should be a number")
         return value
+
+
+def default(section: BaseModel, name: str) -> Any:
+    """The default of a setting."""
+    return type(section).model_fields[name].get_default(call_default_factory=True)
+
+
+def is_set(section: BaseModel, name: str) -> bool:
+    """Whether a setting differs from its default."""
+    return bool(section.model_dump()[name] != default(section, name))

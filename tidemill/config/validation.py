@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from pydantic import BaseModel
 
 from tidemill.config.address import (
     CREDENTIALS,
@@ -24,11 +21,13 @@ from tidemill.config.address import (
     is_tracking,
     without_password,
 )
+from tidemill.config.algorithm_validation import algorithm_mistakes, clips_without_effect
 from tidemill.config.data import RewardConfig
 from tidemill.config.kubernetes import KubernetesConfig
 from tidemill.config.kubernetes_validation import kubernetes_mistakes
 from tidemill.config.rollout import RolloutConfig
 from tidemill.config.run import RunConfig
+from tidemill.config.section import default, is_set
 from tidemill.errors import ConfigError, in_yaml
 
 UNKNOWN = (-math.inf, math.inf)
@@ -61,7 +60,7 @@ def mistakes(config: RunConfig) -> Iterator[ConfigError]:
     yield from full_queue(config)
     yield from staleness(config)
     yield from pauses(config)
-    yield from decoupled_loss(config)
+    yield from algorithm_mistakes(config)
     yield from scores(config)
     yield from registry(config)
     yield from rewards(config)
@@ -168,17 +167,6 @@ def pauses(config: RunConfig) -> Iterator[ConfigError]:
             f"{allowed} with asynchrony.partial_rollout = {in_yaml(a.partial_rollout)}",
             "Leave one of the two out.",
         )
-
-
-def decoupled_loss(config: RunConfig) -> Iterator[ConfigError]:
-    """Settings of the decoupled loss without that loss."""
-    if config.algorithm.old_log_prob == "decoupled":
-        return
-    for name in ("proximal", "behaviour_cap"):
-        if is_set(config.algorithm, name):
-            allowed = f"{in_yaml(default(config.algorithm, name))} unless algorithm.old_log_prob is decoupled"
-            fix = "Set algorithm.old_log_prob to decoupled, or leave this out."
-            yield ConfigError(f"algorithm.{name}", config.algorithm.model_dump()[name], allowed, fix)
 
 
 def scores(config: RunConfig) -> Iterator[ConfigError]:
@@ -346,19 +334,6 @@ def late_deadlines(config: RunConfig) -> Iterator[str]:
             )
 
 
-def clips_without_effect(config: RunConfig) -> Iterator[str]:
-    """Clips of a ratio that is always 1."""
-    if config.algorithm.old_log_prob == "rollout" or config.updates_per_version > 1:
-        return
-    for name in ("clip_ratio_low", "clip_ratio_high", "dual_clip"):
-        if is_set(config.algorithm, name):
-            yield (
-                f"algorithm.{name} = {in_yaml(config.algorithm.model_dump()[name])} has no effect: with "
-                f"algorithm.old_log_prob = {config.algorithm.old_log_prob} and one optimizer step for each policy "
-                "version the ratio is 1"
-            )
-
-
 def other_processor(rollout: RolloutConfig, gpus: bool) -> Iterator[str]:
     """A notice of engine settings for the other kind of processor: one file may serve both kinds of machine.
 
@@ -370,13 +345,3 @@ def other_processor(rollout: RolloutConfig, gpus: bool) -> Iterator[str]:
     if is_set(rollout, name):
         value = in_yaml(rollout.model_dump()[name])
         yield f"rollout.{name} = {value} has no effect: the engines run {'on GPUs' if gpus else 'without a GPU'}"
-
-
-def default(section: BaseModel, name: str) -> Any:
-    """The default of a setting."""
-    return type(section).model_fields[name].get_default(call_default_factory=True)
-
-
-def is_set(section: BaseModel, name: str) -> bool:
-    """Whether a setting differs from its default."""
-    return bool(section.model_dump()[name] != default(section, name))

@@ -27,7 +27,7 @@ def group_metrics(groups: Sequence[Group], version: int, advantages: Sequence[Fl
     Args:
         groups: at least one.
         version: policy version of the trainer, from which ages are counted.
-        advantages: `[n]` float32 for each group.
+        advantages: `[n]` float32 for each group, the mean over the trained tokens of a rollout.
 
     Raises:
         DataError: no groups, a group without rollouts, or not one advantage per rollout.

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from tidemill.config.data import RewardConfig
+from tidemill.config.data import RewardConfig, reward_names
 from tidemill.errors import RewardError, RewardTimeoutError
 from tidemill.records import Int32Array, Prompt
 from tidemill.rollout import rewards as worker
@@ -45,7 +44,7 @@ class RewardPool:
     def __init__(
         self, rewards: Sequence[RewardConfig], workers: int = 1, search_path: Sequence[str] | None = None
     ) -> None:
-        self._rewards = list(zip(labels(rewards), rewards, strict=True))
+        self._rewards = list(zip(reward_names(rewards), rewards, strict=True))
         self._functions = [reward.function for reward in rewards]
         self._workers = workers
         self._search_path = [os.getcwd()] if search_path is None else list(search_path)
@@ -139,17 +138,6 @@ class RewardPool:
             initargs=(self._search_path, self._functions),
             context=WorkerContext(),
         )
-
-
-def labels(rewards: Sequence[RewardConfig]) -> list[str]:
-    """A unique short name for every function: the part after the colon, with a number from the second use on."""
-    seen: Counter[str] = Counter()
-    names = []
-    for reward in rewards:
-        name = reward.function.rpartition(":")[2]
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return names
 
 
 def with_raw(rewards: Sequence[RewardConfig]) -> bool:

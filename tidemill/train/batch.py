@@ -54,7 +54,7 @@ class MicroBatch:
     def idle(cls) -> MicroBatch:
         """One token whose loss and gradient are exactly 0."""
         zero, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        targets = Targets(zero, zero, floats, zero, floats, floats)
+        targets = Targets(zero, zero, floats, zero, floats, floats, zero, zero)
         return cls(zero[None], zero[None], zero[None] + np.int32(1), zero, targets)
 
     def predictors(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -117,14 +117,22 @@ def stacks(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
     return parts
 
 
-def step_denominator(groups: Sequence[Group], aggregation: Aggregation) -> float:
+def step_denominator(groups: Sequence[Group], aggregation: Aggregation, max_new_tokens: int = 1) -> float:
     """The denominator of the losses of one optimizer step, over all ranks and micro-batches.
 
-    It counts the unmasked response tokens ("token"), or the rollouts with any of them ("sequence"). Rollouts without a
-    gradient count too, so leaving them out of the rows changes nothing.
+        token         sum over tokens / number of unmasked response tokens
+        sequence      sum over rollouts of the mean over their tokens / number of rollouts
+        sequence_sum  sum over tokens / number of rollouts
+        constant      sum over tokens / (number of rollouts * max_new_tokens); Dr. GRPO, Liu et al. 2025,
+                      arXiv:2503.20783
+
+    A rollout counts if it has an unmasked token. Rollouts without a gradient count too, so leaving them out of the rows
+    changes nothing.
     """
     learned = [np.count_nonzero(rollout.loss_mask) for group in groups for rollout in group.rollouts]
-    return float(sum(learned) if aggregation == "token" else np.count_nonzero(learned))
+    if aggregation == "token":
+        return float(sum(learned))
+    return float(np.count_nonzero(learned) * (max_new_tokens if aggregation == "constant" else 1))
 
 
 def mask_stale(group: Group, version: int, max_staleness: int) -> Group:

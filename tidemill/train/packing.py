@@ -28,7 +28,7 @@ import numpy as np
 from tidemill.errors import DataError
 from tidemill.records import Float32Array, Group, Int32Array, Rollout, concatenate
 
-Aggregation = Literal["token", "sequence"]
+Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,11 @@ class Targets:
         target_ids: int32, the token.
         old_log_probs: float32, its log-prob when it was sampled.
         versions: int32, the policy version that sampled it.
-        advantages: float32, of its rollout.
+        advantages: float32.
         weights: float32, its weight in the sum over the optimizer step: 1, or for the aggregation "sequence" 1 over
             the number of target tokens of its rollout.
+        rollout: int32, the index of its rollout among those of the optimizer step; a rollout is never split over rows.
+        token: int32, its index in the response.
     """
 
     column: Int32Array
@@ -51,6 +53,8 @@ class Targets:
     versions: Int32Array
     advantages: Float32Array
     weights: Float32Array
+    rollout: Int32Array
+    token: Int32Array
 
     def __len__(self) -> int:
         return len(self.column)
@@ -65,6 +69,8 @@ class Targets:
             versions=concatenate([p.versions for p in parts], np.int32),
             advantages=concatenate([p.advantages for p in parts], np.float32),
             weights=concatenate([p.weights for p in parts], np.float32),
+            rollout=concatenate([p.rollout for p in parts], np.int32),
+            token=concatenate([p.token for p in parts], np.int32),
         )
 
 
@@ -118,24 +124,26 @@ class Branch:
 
 def pack_group(
     group: Group,
-    advantages: Float32Array,
+    advantages: Sequence[Float32Array],
     max_tokens: int,
     *,
     aggregation: Aggregation = "token",
     keep_all: bool = False,
+    first: int = 0,
 ) -> list[PackedRow]:
     """Pack one group into a row, or into several of at most `max_tokens`, each with the prompt.
 
-    A rollout with advantage 0 has no gradient in the policy loss and is left out, although it counts in the
+    A rollout whose advantages are all 0 has no gradient in the policy loss and is left out, although it counts in the
     denominator; `keep_all` keeps it, because a KL penalty needs every token. A single rollout that is longer than
     `max_tokens` gets its own row.
 
     Args:
         group: n rollouts of one prompt.
-        advantages: `[n]` float32.
+        advantages: `[R]` float32 for each rollout.
         max_tokens: bound of a row.
         aggregation: determines the weights of the targets.
-        keep_all: keep rollouts with advantage 0.
+        keep_all: keep rollouts without an advantage.
+        first: index of the first rollout among those of the optimizer step.
 
     Raises:
         DataError: the prompt is empty, so no token predicts the first response token.
@@ -146,25 +154,29 @@ def pack_group(
             "response; remove the row."
         )
     branches = [
-        branch(group.prompt.token_ids, rollout, advantage, aggregation)
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-        if rollout.loss_mask.any() and (keep_all or advantage != 0)
+        branch(group.prompt.token_ids, rollout, advantage, aggregation, first + index)
+        for index, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True))
+        if rollout.loss_mask.any() and (keep_all or advantage[rollout.loss_mask != 0].any())
     ]
     branches.sort(key=lambda b: in_token_order(b.token_ids))
     return [pack_row(part) for part in split(branches, max_tokens)]
 
 
-def branch(prompt: Int32Array, rollout: Rollout, advantage: np.float32, aggregation: Aggregation) -> Branch:
+def branch(
+    prompt: Int32Array, rollout: Rollout, advantages: Float32Array, aggregation: Aggregation, index: int
+) -> Branch:
     """The path of a rollout with at least one unmasked token."""
     learned = np.flatnonzero(rollout.loss_mask)
-    weight = 1.0 if aggregation == "token" else 1.0 / len(learned)
+    weight = 1.0 / len(learned) if aggregation == "sequence" else 1.0
     targets = Targets(
         column=(len(prompt) + learned - 1).astype(np.int32),
         target_ids=rollout.token_ids[learned],
         old_log_probs=rollout.log_probs[learned],
         versions=rollout.token_versions[learned],
-        advantages=np.full(len(learned), advantage, np.float32),
+        advantages=advantages[learned],
         weights=np.full(len(learned), weight, np.float32),
+        rollout=np.full(len(learned), index, np.int32),
+        token=learned.astype(np.int32),
     )
     return Branch(concatenate([prompt, rollout.token_ids[: learned[-1]]], np.int32), targets)
 

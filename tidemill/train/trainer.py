@@ -12,7 +12,7 @@ The trainer depends on protocols only, so the whole loop also runs with `tidemil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from tidemill.observe.metrics import aggregate, group_metrics
 from tidemill.protocols import EngineFleet, Evaluation, Generation, Lease, Loads, Queue
 from tidemill.records import Float32Array, Group
 from tidemill.task_group import task_group
-from tidemill.train.advantages import grpo_advantages
+from tidemill.train.advantages import estimate, rollout_means
 from tidemill.train.batch import MicroBatch, mask_stale, micro_batches, step_denominator
 from tidemill.train.evaluation import Validation
 from tidemill.train.packing import PackedRow, pack_group
@@ -166,8 +166,8 @@ class Trainer:
         groups = self.without_stale(sampled)
         self.check_age(groups)
         with timings.phase("advantages"):
-            advantages = [grpo_advantages(g.rewards, self.config.algorithm.normalize_std) for g in groups]
-        metrics = group_metrics(groups, self.position.version, advantages)
+            advantages = self.advantages(groups)
+        metrics = group_metrics(groups, self.position.version, rollout_means(groups, advantages))
         metrics["staleness/masked_tokens"] = trained_tokens(sampled) - metrics["response/trained_tokens"]
         metrics |= await self.update_actor(groups, advantages, timings)
         await self.queue.acknowledge(lease.lease_id)
@@ -181,18 +181,31 @@ class Trainer:
                 await self.sync_weights()
         return metrics
 
+    def advantages(self, groups: Sequence[Group]) -> list[list[Float32Array]]:
+        """`[R]` for each rollout of each group; every mini-batch by itself."""
+        algorithm, weights = self.config.algorithm, self.config.reward_weights
+        return [
+            group
+            for part in self.mini_batches(len(groups))
+            for group in estimate(algorithm, groups[part], reward_weights=weights)
+        ]
+
+    def mini_batches(self, count: int) -> Iterator[slice]:
+        size = self.config.trainer.ppo_mini_batch_size
+        return (slice(start, start + size) for start in range(0, count, size))
+
     async def update_actor(
-        self, groups: Sequence[Group], advantages: Sequence[Float32Array], timings: Timings
+        self, groups: Sequence[Group], advantages: Sequence[Sequence[Float32Array]], timings: Timings
     ) -> Metrics:
         """One optimizer step with each mini-batch, in the order of the groups; returns the aggregated metrics."""
-        size, reports = self.config.trainer.ppo_mini_batch_size, []
-        for start in range(0, len(groups), size):
-            part = slice(start, start + size)
+        config, reports = self.config, []
+        for part in self.mini_batches(len(groups)):
             with timings.phase("pack"):
                 rows = self.pack(groups[part], advantages[part])
-                batches = micro_batches(rows, self.config.trainer.micro_batch_tokens, self.config.trainer.ranks)
+                batches = micro_batches(rows, config.trainer.micro_batch_tokens, config.trainer.ranks)
             with timings.phase("update_actor"):
-                denominator = step_denominator(groups[part], self.config.algorithm.aggregation)
+                aggregation = config.algorithm.aggregation
+                denominator = step_denominator(groups[part], aggregation, config.rollout.max_new_tokens)
                 reports.append(renamed(await self.ranks.update(batches, denominator, self.position.version)))
         return aggregate(reports)
 
@@ -256,16 +269,22 @@ class Trainer:
                     "This is a bug in admission or queue; please report it."
                 )
 
-    def pack(self, groups: Sequence[Group], advantages: Sequence[Float32Array]) -> list[PackedRow]:
+    def pack(self, groups: Sequence[Group], advantages: Sequence[Sequence[Float32Array]]) -> list[PackedRow]:
         """Rows of all groups, with each prompt once and without rollouts that have no gradient."""
         algorithm, limit = self.config.algorithm, self.config.trainer.micro_batch_tokens
-        return [
-            row
-            for group, advantage in zip(groups, advantages, strict=True)
-            for row in pack_group(
-                group, advantage, limit, aggregation=algorithm.aggregation, keep_all=algorithm.kl_loss_coef > 0
+        rows: list[PackedRow] = []
+        first = 0
+        for group, advantage in zip(groups, advantages, strict=True):
+            rows += pack_group(
+                group,
+                advantage,
+                limit,
+                aggregation=algorithm.aggregation,
+                keep_all=algorithm.kl_loss_coef > 0,
+                first=first,
             )
-        ]
+            first += len(group.rollouts)
+        return rows
 
     def advance(self, groups: Sequence[Group]) -> None:
         position = self.position

@@ -44,10 +44,10 @@ Rule = Becomes | Part | Only | LeftOut
 NUMBER, FLAG = (int, float), (bool,)
 
 
-def at_least(least: int, why: str = "") -> Callable[[Any], int]:
+def at_least(least: int) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"a whole number of at least {least}{why}")
+            raise ValueError(f"a whole number of at least {least}")
         return value
 
     return convert
@@ -113,6 +113,16 @@ OWN_REWARD = "take it out, and name the function with --set rewards.0.function=p
 SANDBOX = "reward functions call no sandbox: write one that does"
 TOGETHER = "an engine is tensor-parallel only"
 
+ESTIMATORS = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "gdpo": "gdpo",
+}
+
 CONVERTED: Mapping[str, Becomes | Part] = {
     "async_training.staleness_threshold": Part("asynchrony.staleness_threshold, asynchrony.max_staleness", NUMBER),
     "async_training.trigger_parameter_sync_step": Becomes("asynchrony.trigger_parameter_sync_step", at_least(1)),
@@ -145,7 +155,8 @@ CONVERTED: Mapping[str, Becomes | Part] = {
     f"{ACTOR}clip_ratio_high": Becomes("algorithm.clip_ratio_high"),
     f"{ACTOR}clip_ratio_c": Becomes("algorithm.dual_clip"),
     f"{ACTOR}loss_agg_mode": Becomes(
-        "algorithm.aggregation", one_of({"token-mean": "token", "seq-mean-token-mean": "sequence"})
+        "algorithm.aggregation",
+        one_of({"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum": "sequence_sum"}),
     ),
     f"{ACTOR}use_kl_loss": Part("algorithm.kl_loss_coef", FLAG),
     f"{ACTOR}kl_loss_coef": Part("algorithm.kl_loss_coef", NUMBER),
@@ -156,14 +167,14 @@ CONVERTED: Mapping[str, Becomes | Part] = {
     f"{ACTOR}optim.weight_decay": Becomes("trainer.weight_decay"),
     f"{ROLLOUT}prompt_length": Becomes("data.max_prompt_tokens"),
     f"{ROLLOUT}response_length": Becomes("rollout.max_new_tokens"),
-    f"{ROLLOUT}n": Becomes(
-        "rollout.group_size", at_least(2, ": an advantage is relative to the other responses of the group")
-    ),
+    f"{ROLLOUT}n": Becomes("rollout.group_size", at_least(1)),
     f"{ROLLOUT}temperature": Becomes("rollout.temperature"),
     f"{ROLLOUT}dtype": Becomes("rollout.dtype", one_of({name: name for name in ("bfloat16", "float32", "auto")})),
     f"{ROLLOUT}tensor_model_parallel_size": Part("rollout.tensor_parallel_size"),
     f"{ROLLOUT}gpu_memory_utilization": Becomes("rollout.gpu_memory_utilization"),
     f"{ROLLOUT}standalone_gpu_memory_utilization": Part("rollout.gpu_memory_utilization", NUMBER),
+    "algorithm.adv_estimator": Becomes("algorithm.adv_estimator", one_of(ESTIMATORS)),
+    "algorithm.gamma": Becomes("algorithm.gamma"),
     "algorithm.norm_adv_by_std_in_grpo": Becomes("algorithm.normalize_std"),
     f"{CORRECTION}bypass_mode": Part("algorithm.old_log_prob", FLAG),
     f"{CORRECTION}rollout_is": Part("algorithm.old_log_prob", words=("token",)),
@@ -245,7 +256,6 @@ FIXED: Mapping[str, Only] = {
     f"{ROLLOUT}disaggregation.enabled": Only((False,), "every engine prefills and decodes"),
     f"{ROLLOUT}over_sample_rate": Only((0,), "everything that is generated is trained"),
     f"{ROLLOUT}multi_turn.enable": Only((False,), "responses have one turn"),
-    "algorithm.adv_estimator": Only(("grpo",), "advantages are group-relative"),
     "algorithm.use_kl_in_reward": Only((False,), "the KL term is part of the loss: set use_kl_loss"),
     "algorithm.use_pf_ppo": Only((False,), "every group is trained once"),
     "algorithm.filter_groups.enable": Only((False,), "groups without variance stay in their batch and cost nothing"),
@@ -326,7 +336,6 @@ LEFT_OUT: Mapping[str, str] = {
     CLIPPED: f"{ACTOR}policy_loss.*",
     "everything random follows data.seed": f"{ROLLOUT}seed",
     "the KL term is part of the loss, not of the reward": "algorithm.kl_ctrl.* algorithm.kl_penalty",
-    "GRPO has no discount": "algorithm.gamma",
     "GRPO has no critic": "algorithm.lam critic.* trainer.max_critic_ckpt_to_keep",
     "steps follow from rollout.total_rollout_steps, as in verl's asynchronous trainer": "trainer.total_training_steps",
     "tidemill stop commits a checkpoint at any time": "trainer.esi_redundant_time",
