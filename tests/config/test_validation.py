@@ -52,8 +52,11 @@ NEVER = "checkpoint.every=0"  # no notice of checkpoints
         ("rewards.0.function", ["rewards.0.function=mine:größe"]),
         ("algorithm.proximal", ["algorithm.proximal=loglinear"]),
         ("algorithm.proximal", ["algorithm.old_log_prob=version_start", "algorithm.proximal=loglinear"]),
-        ("algorithm.behaviour_cap", ["algorithm.behaviour_cap=5"]),
-        ("algorithm.behaviour_cap", ["algorithm.old_log_prob=version_start", "algorithm.behaviour_cap=null"]),
+        ("algorithm.rollout_correction.rollout_is_threshold", ["algorithm.rollout_correction.rollout_is_threshold=5"]),
+        (
+            "algorithm.rollout_correction.rollout_is_threshold",
+            ["algorithm.old_log_prob=version_start", "algorithm.rollout_correction.rollout_is_threshold=null"],
+        ),
     ],
 )
 def test_impossible_combination_is_refused_with_key_value_allowed_and_fix(key: str, overrides: list[str]) -> None:

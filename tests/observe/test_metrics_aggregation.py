@@ -18,7 +18,8 @@ SUMS = """
 groups/count response/tokens response/trained_tokens staleness/groups_of_age/AGE staleness/stale_groups
 staleness/stale_rollouts staleness/masked_tokens staleness/partial_rollouts update/count update/tokens update/skipped
 sync/stored_bytes sync/full rollout/engines_joined
-rollout/engines_removed rollout/generated_groups rollout/generated_tokens rollout/wasted_tokens rollout/updated_midway
+update/rollouts rollout/engines_removed rollout/generated_groups rollout/generated_tokens rollout/wasted_tokens
+rollout/updated_midway
 rollout/failed/REASON rollout/dropped/REASON rollout/cancelled/REASON rollout/skipped/REASON
 """
 LASTS = """
@@ -34,8 +35,9 @@ reward/mean reward/PART/mean groups/zero_variance_ratio response/length_mean res
 response/seconds_mean prompt/length_mean staleness/mean staleness/partial_ratio
 """
 OF_TOKENS = """
-ratio/mean ratio/clip_fraction kl/old_new kl/reference correction/old_rollout_gap correction/weight_mean
-correction/truncated_ratio
+ratio/mean ratio/clip_fraction kl/old_new kl/reference policy/entropy correction/old_rollout_gap
+correction/weight_mean correction/truncated_ratio correction/rejected_ratio correction/kl correction/k3_kl
+correction/chi2_token
 """
 OF_GENERATED = """
 rollout/reward/mean rollout/reward/std_in_group rollout/reward/PART rollout/response_length/mean rollout/truncated
@@ -146,7 +148,12 @@ def test_every_metric_has_the_rule_of_its_meaning() -> None:
         "last": states | set(LASTS.split()),
         "max": set(LARGEST.split()),
         "min": {"reward/min", "advantage/min", "response/length_min"},
-        "mean by update/count": {"loss/policy", "loss/grad_norm"},
+        "mean by update/count": {"loss/policy", "loss/grad_norm", "correction/effective_sample_size"},
+        "mean by update/rollouts": {
+            "correction/chi2_sequence",
+            "correction/perplexity",
+            "correction/rollout_perplexity",
+        },
         "mean by groups/count": set(OF_GROUPS.split()),
         "deviation by groups/count": {"reward/std", "advantage/std"},
         "mean by response/trained_tokens": {"staleness/token_mean"},

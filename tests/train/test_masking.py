@@ -103,6 +103,9 @@ def met_updates(group: Group) -> Group:
     return replace(group, rollouts=tuple(rollouts))
 
 
+KL = {"kl_loss_coef": 0.3, "kl_loss_type": "k3"}
+
+
 def plain_gain(algorithm: AlgorithmConfig, new: Tensor, began: Tensor, sampled: float, share: float) -> Any:
     """The clipped gain of one token as a function of its advantage, and the weight that corrects for its age."""
     old = began
@@ -146,7 +149,7 @@ def plain_loss(rank: PolicyRank, start: Any, group: Group, advantages: Float32Ar
 def test_the_loss_equals_the_plain_objective_over_the_recent_tokens(
     llama: Path, mode: str, aggregation: Any, done: int
 ) -> None:
-    algorithm = AlgorithmConfig.model_validate({**MODES[mode], "aggregation": aggregation, "kl_loss_coef": 0.3})
+    algorithm = AlgorithmConfig.model_validate({**MODES[mode], "aggregation": aggregation, **KL})
     rank = make_rank(llama, algorithm, steps_per_version=STEPS, learning_rate=5e-4)
     groups = [sampled_by(rank.model, met_updates(group), shift=0.6) for group in random_groups(5)]
     masked, advantages = [mask_stale(group, PRESENT, BOUND) for group in groups], random_advantages(groups)

@@ -149,7 +149,7 @@ def test_no_forward_pass_is_random_whatever_the_config_says(tmp_path: Path, save
     plain, checkpointing = (make_rank(tmp_path, gradient_checkpointing=value) for value in (False, True))
     expected = plain.log_probs(batches)[0]
     for policy in (checkpointing, checkpointing):
-        torch.testing.assert_close(policy.forward(policy.network, batches[0]).detach().numpy(), expected)
+        torch.testing.assert_close(policy.forward(policy.network, batches[0])[0].detach().numpy(), expected)
     config = json.loads((tmp_path / "config.json").read_text())
     meta = load_meta_model(tmp_path, gradient_checkpointing=True)
     assert meta.training and 0.5 in config.values() and 0.5 not in meta.config.to_dict().values()

@@ -257,7 +257,7 @@ def test_the_interpolated_policy_is_nearer_to_the_exact_one_than_the_sampling_po
 
 
 def test_the_metrics_of_the_correction_are_those_of_the_tokens(llama: Path) -> None:
-    rank = rank_of(llama, "exact", behaviour_cap=1.3)
+    rank = rank_of(llama, "exact", rollout_correction={"rollout_is_threshold": 1.3})
     groups = step_groups(rank.model)
     (batches,) = batches_for(groups)
     gap = np.concatenate(rank.log_probs(batches)) - np.concatenate([b.targets.old_log_probs for b in batches])
@@ -272,17 +272,20 @@ def test_the_metrics_of_the_correction_are_those_of_the_tokens(llama: Path) -> N
     ("mode", "names"),
     [
         ("rollout", set()),
-        ("version_start", {"old_rollout_gap"}),
-        ("loglinear", {"old_rollout_gap", "weight_mean", "weight_max", "truncated_ratio"}),
+        ("version_start", set()),
+        ("loglinear", {"weight_mean", "weight_max", "truncated_ratio", "rejected_ratio", "effective_sample_size"}),
     ],
 )
 def test_a_mode_reports_its_metrics_also_in_a_skipped_step(llama: Path, mode: str, names: set[str]) -> None:
+    zero = {"old_rollout_gap", "kl", "k3_kl", "chi2_token", "chi2_sequence"}
+    names = names | zero | {"perplexity", "rollout_perplexity"}
     rank = rank_of(llama, mode)
     groups = step_groups(rank.model)
     for batches in (batches_for(groups)[0], [MicroBatch.of([])]):
         found = rank.update(batches, 50.0, VERSION)
         assert {name.removeprefix("correction/") for name in found if name.startswith("correction/")} == names
-    neutral = {"old_rollout_gap": 0, "weight_mean": 1, "weight_max": 0, "truncated_ratio": 0}  # of no token at all
+    one = {"perplexity", "rollout_perplexity", "weight_mean"}
+    neutral = {name: 1 if name in one else 0 for name in names}  # of no token at all
     assert {name: found[f"correction/{name}"] for name in names} == {name: neutral[name] for name in names}
 
 

@@ -23,7 +23,9 @@ from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.errors import RunError
 from tidemill.records import Float32Array, Group
 from tidemill.train.batch import MicroBatch, step_denominator
-from tidemill.train.losses import kl_penalty, ppo_clip
+from tidemill.train.correction import Rollouts
+from tidemill.train.kl import kl_loss
+from tidemill.train.losses import policy_loss
 from tidemill.train.policy import PolicyRank
 
 Gradients = dict[str, torch.Tensor]
@@ -48,13 +50,13 @@ def plain_gradients(rank: PolicyRank, groups: list[Group], advantages: list[Floa
             weights = mask / mask.sum().clamp(min=1) if a.aggregation == "sequence" else mask
             new = plain_log_probs(rank.model, group, rollout)
             old = torch.from_numpy(rollout.log_probs)
-            clips = {"clip_ratio_low": a.clip_ratio_low, "clip_ratio_high": a.clip_ratio_high, "dual_clip": a.dual_clip}
-            spread = torch.full_like(new, float(advantage))
-            loss, _ = ppo_clip(new, old, spread, weights, denominator=denominator, **clips)
+            spread, own = torch.full_like(new, float(advantage)), Rollouts.of(torch.zeros(len(new)))
+            loss, _ = policy_loss(a, new, old, spread, weights, own, denominator=denominator)
             if rank.reference is not None:
                 with torch.no_grad():
                     reference = plain_log_probs(rank.reference.model, group, rollout)
-                loss = loss + a.kl_loss_coef * kl_penalty(new, reference, weights, denominator=denominator)[0]
+                kl, _ = kl_loss(a.kl_loss_type, new, reference, old, weights, denominator=denominator)
+                loss = loss + a.kl_loss_coef * kl
             loss.backward()
     return {name: parameter.grad.clone() for name, parameter in rank.parameters.items()}
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from train_rig import batches_of, make_rank, random_advantages, random_groups, save_llama
 
 from tidemill.config.algorithm import AlgorithmConfig
+from tidemill.config.correction import CorrectionConfig
 from tidemill.records import Float32Array, Group
 from tidemill.train.batch import step_denominator
 from tidemill.train.policy import PolicyRank
@@ -27,7 +28,7 @@ from tidemill.weights.tensor_files import MappedWeights, write_tensors
 DEADLINE_S = 500
 STEPS = 3
 TOKENS = np.arange(3, 12, dtype=np.int32)
-DECOUPLED = AlgorithmConfig(old_log_prob="decoupled", behaviour_cap=1.5)
+DECOUPLED = AlgorithmConfig(old_log_prob="decoupled", rollout_correction=CorrectionConfig(rollout_is_threshold=1.5))
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def test_a_threshold_below_one_group_is_synchronous_as_in_verl(size: int, synchr
         ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "only token-mean or seq-mean-token-mean"),
         ("actor_rollout_ref.actor.entropy_coeff=0.001", "there is no entropy bonus"),
         ("algorithm.rollout_correction.rollout_is=token", "only with bypass_mode=False"),
-        ("algorithm.rollout_correction.rollout_is=sequence", "only token"),
+        ("algorithm.rollout_correction.rollout_is=batch", "only token or sequence"),
         ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "only a number of at least 0"),
         ("algorithm.rollout_correction.rollout_is_batch_normalize=True", "truncated, not normalised"),
         ("algorithm.rollout_correction.rollout_rs=token_k1", "no token is rejected"),
@@ -240,7 +240,11 @@ def test_all_refused_settings_are_named_at_once_and_can_be_replaced_or_taken_out
 )
 def test_corrections_of_verl_choose_the_old_log_probs(settings: list[str], mode: str, cap: float) -> None:
     algorithm = config(*(f"algorithm.rollout_correction.{setting}" for setting in settings)).algorithm
-    assert (algorithm.old_log_prob, algorithm.proximal, algorithm.behaviour_cap) == (mode, "exact", cap)
+    assert (algorithm.old_log_prob, algorithm.proximal, algorithm.rollout_correction.rollout_is_threshold) == (
+        mode,
+        "exact",
+        cap,
+    )
 
 
 def test_the_earlier_name_of_computed_log_probs_is_understood() -> None:

@@ -6,9 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidemill.config.section import Fraction, NonNegative, Section
+from tidemill.config.correction import Above0, CorrectionConfig
+from tidemill.config.section import Fraction, NonNegative, Number, Section
 
 OldLogProb = Literal["rollout", "version_start", "decoupled"]
+LossMode = Literal["ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient", "icepop"]
+KlLossType = Literal["k2", "k3", "k3+", "k3_weighted"]
 AdvEstimator = Literal[
     "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k", "gdpo"
 ]
@@ -35,14 +38,32 @@ class AlgorithmConfig(Section):
     """The k of `pass_at_k`, at most `rollout.group_size`."""
     gamma: Fraction = 1.0
     """Discount of later rewards, of `reinforce` and `reinforce_plus_plus`."""
-    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - clip_ratio_low."""
+    loss_mode: LossMode = "ppo_clip"
+    """The policy loss; `docs/algorithms.md` has the formulas. `ppo_clip` clips the ratio of each token, `gspo` and
+    `gspo_token` that of each response; `cispo` and `icepop` weight the policy gradient by the clipped or masked ratio;
+    `sapo` replaces the clip by a soft gate, `dppo_tv` and `dppo_kl` by a bound of the change in probability;
+    `policy_gradient` has neither a ratio nor a clip."""
+    clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The ratio is clipped below at 1 - clip_ratio_low. For `dppo_tv` and `dppo_kl`, the largest distance downwards."""
     clip_ratio_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
-    """The ratio is clipped above at 1 + clip_ratio_high; a larger value than clip_ratio_low is DAPO's clip-higher."""
+    """The ratio is clipped above at 1 + clip_ratio_high; a larger value than clip_ratio_low is DAPO's clip-higher. For
+    `dppo_tv` and `dppo_kl`, the largest distance upwards."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 3.0
-    """Bound of the loss for negative advantages (Ye et al. 2020, arXiv:1912.09729); null leaves it out."""
+    """Bound of the loss of `ppo_clip` for negative advantages (Ye et al. 2020, arXiv:1912.09729); null leaves it
+    out."""
+    tau_pos: Above0 = 1.0
+    """Steepness of the gate of `sapo` for positive advantages."""
+    tau_neg: Above0 = 1.05
+    """Steepness of the gate of `sapo` for other advantages."""
+    entropy_coef: Number = 0.0
+    """Weight of the policy's entropy, which is added to the objective; with the same denominator as the loss."""
     kl_loss_coef: NonNegative = 0.0
-    """Weight of the k3 estimate of KL(policy || reference); above 0 a frozen copy of the first policy is kept."""
+    """Weight of the estimate of KL(policy || reference) in the loss; above 0 a frozen copy of the first policy is
+    kept."""
+    kl_loss_type: KlLossType = "k3+"
+    """The estimate. `k2`, `k3+` (the value of k3 with the gradient of k2) and `k3_weighted` (k3 times the probability
+    over that at sampling) have the gradient of the divergence in expectation; `k3`, as in GRPO, has that of the reverse
+    divergence."""
     aggregation: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """What the loss is divided by, over the whole optimizer step: `token`, its response tokens; `sequence`, its
     responses, each with the mean over its tokens; `sequence_sum`, its responses, each with the sum over its tokens;
@@ -55,8 +76,23 @@ class AlgorithmConfig(Section):
     """Log-probs of the proximal policy of `old_log_prob: decoupled`: `exact`, by a forward pass of the parameters at
     the start of the version; `loglinear`, interpolated between those at sampling and the current ones by the token's
     version (Li et al. 2025, arXiv:2512.06547), without that pass and without a second copy of the parameters."""
-    behaviour_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
-    """Largest weight of a token with `old_log_prob: decoupled`; larger ones are truncated to it. Null sets no limit."""
+    rollout_correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+
+    @property
+    def importance_sampling(self) -> Literal["token", "sequence"] | None:
+        """What has an importance weight; the decoupled loss is defined with that of tokens."""
+        return self.rollout_correction.rollout_is or ("token" if self.old_log_prob == "decoupled" else None)
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether also tokens without an advantage take part in an optimizer step."""
+        normalized = self.rollout_correction.rollout_is_batch_normalize
+        return self.kl_loss_coef > 0 or self.entropy_coef != 0 or normalized
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens have importance weights or may be rejected."""
+        return self.importance_sampling is not None or self.rollout_correction.rejects
 
     @property
     def keeps_version_start(self) -> bool:

@@ -158,6 +158,7 @@ PER_GROUP = Rule(
 )  # also for means over rollouts, because all groups of a run have the same size
 PER_COUNTED_TOKEN = Rule("mean", by="response/trained_tokens")
 PER_TRAINED_TOKEN = Rule("mean", by="update/tokens")
+PER_TRAINED_ROLLOUT = Rule("mean", by="update/rollouts")
 PER_GENERATED_GROUP = Rule("mean", by="rollout/generated_groups")
 OVER_TIME = Rule("mean", by="time/step")
 
@@ -200,12 +201,22 @@ RULES: Mapping[str, Rule] = {
     "ratio/clip_fraction": PER_TRAINED_TOKEN,
     "kl/old_new": PER_TRAINED_TOKEN,
     "kl/reference": PER_TRAINED_TOKEN,
+    "policy/entropy": PER_TRAINED_TOKEN,
     "correction/old_rollout_gap": PER_TRAINED_TOKEN,
+    "correction/kl": PER_TRAINED_TOKEN,
+    "correction/k3_kl": PER_TRAINED_TOKEN,
+    "correction/chi2_token": PER_TRAINED_TOKEN,
+    "correction/chi2_sequence": PER_TRAINED_ROLLOUT,
+    "correction/perplexity": PER_TRAINED_ROLLOUT,
+    "correction/rollout_perplexity": PER_TRAINED_ROLLOUT,
     "correction/weight_mean": PER_TRAINED_TOKEN,
+    "correction/effective_sample_size": PER_UPDATE,
+    "correction/rejected_ratio": PER_TRAINED_TOKEN,
     "correction/weight_max": MAX,
     "correction/truncated_ratio": PER_TRAINED_TOKEN,
     "update/count": SUM,
     "update/tokens": SUM,
+    "update/rollouts": SUM,
     "update/skipped": SUM,
     "evaluation/score": LAST,
     "evaluation/skipped/REASON": LAST,

@@ -137,8 +137,9 @@ class Network(nn.Module):
         inverse: Tensor,
         target_ids: Tensor,
         temperature: float,
-    ) -> Tensor:
-        """Log-probs of the targets.
+        entropy_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of the targets, and the entropies of the distributions that they are from.
 
         Args:
             ids: `[B, T]` int64, tokens.
@@ -148,14 +149,23 @@ class Network(nn.Module):
             inverse: `[K]` int64, index into `predictors` for each target.
             target_ids: `[K]` int64.
             temperature: of the distribution.
+            entropy_gradient: whether the entropies are differentiated.
 
         Returns:
-            `[K]` float32.
+            `[K]` float32, twice.
         """
         hidden = self.hidden(ids, positions, attention_mask(ends)).flatten(0, 1)[predictors]
         weight = self.model.get_output_embeddings().weight
         chunk = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
-        return token_log_probs(hidden, weight, inverse, target_ids, temperature=temperature, chunk=chunk)
+        return token_log_probs(
+            hidden,
+            weight,
+            inverse,
+            target_ids,
+            temperature=temperature,
+            chunk=chunk,
+            entropy_gradient=entropy_gradient,
+        )
 
     def hidden(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """`[B, T, H]` normalised output of the last layer."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from tidemill.config.algorithm import AlgorithmConfig, OldLogProb
+from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.trainer import TrainerConfig
 from tidemill.errors import RunError
 from tidemill.models.precision import compute_dtype
@@ -27,30 +27,40 @@ from tidemill.observe.meters import Timings
 from tidemill.records import Float32Array, Int32Array
 from tidemill.train import state
 from tidemill.train.batch import MicroBatch
-from tidemill.train.losses import behaviour_weights, kl_penalty, log_linear, ppo_clip
+from tidemill.train.correction import Rollouts, correct, diagnostics, log_linear, weight_sums
+from tidemill.train.kl import kl_loss
+from tidemill.train.losses import policy_loss
 from tidemill.train.model import Network, frozen_copy, load_meta_model, load_model, write_folder
 from tidemill.train.sharding import World, full_tensor, shard_model
 from tidemill.train.version_start import VersionStart
 
 # A sharded forward or backward pass needs all ranks: one without rows computes this, which adds exactly zero.
 IDLE = MicroBatch.idle()
-SUMS = ("loss", "tokens", "ratio", "clipped", "kl")
-CORRECTION_SUMS: Mapping[OldLogProb, tuple[str, ...]] = {
-    "rollout": (),
-    "version_start": ("gap",),
-    "decoupled": ("gap", "weight", "truncated"),
-}
+SUMS = ("loss", "tokens", "ratio", "clipped", "kl", "entropy")
+DIAGNOSTICS = (
+    "gap", "kl_rollout", "k3_rollout", "chi2_token", "rollouts", "chi2_sequence", "perplexity", "perplexity_rollout"
+)  # fmt: skip
+WEIGHTED = ("weight", "weight_squares", "truncated", "rejected")
 REFERENCE_SUMS = ("reference",)
-# Sum over tokens: the name of its mean, and the value of that in a step without tokens.
+# Sum: the name of its mean, what it is a mean over, and its value in a step without tokens.
 MEANS = {
-    "ratio": ("ratio/mean", 1.0),
-    "clipped": ("ratio/clip_fraction", 0.0),
-    "kl": ("kl/old_new", 0.0),
-    "reference": ("kl/reference", 0.0),
-    "gap": ("correction/old_rollout_gap", 0.0),
-    "weight": ("correction/weight_mean", 1.0),
-    "truncated": ("correction/truncated_ratio", 0.0),
+    "ratio": ("ratio/mean", "tokens", 1.0),
+    "clipped": ("ratio/clip_fraction", "tokens", 0.0),
+    "kl": ("kl/old_new", "tokens", 0.0),
+    "entropy": ("policy/entropy", "tokens", 0.0),
+    "reference": ("kl/reference", "tokens", 0.0),
+    "gap": ("correction/old_rollout_gap", "tokens", 0.0),
+    "kl_rollout": ("correction/kl", "tokens", 0.0),
+    "k3_rollout": ("correction/k3_kl", "tokens", 0.0),
+    "chi2_token": ("correction/chi2_token", "tokens", 1.0),
+    "chi2_sequence": ("correction/chi2_sequence", "rollouts", 1.0),
+    "perplexity": ("correction/perplexity", "rollouts", 1.0),
+    "perplexity_rollout": ("correction/rollout_perplexity", "rollouts", 1.0),
+    "weight": ("correction/weight_mean", "tokens", 1.0),
+    "truncated": ("correction/truncated_ratio", "tokens", 0.0),
+    "rejected": ("correction/rejected_ratio", "tokens", 0.0),
 }
+CHI2 = ("correction/chi2_token", "correction/chi2_sequence")  # E[(pi / beta)^2] - 1
 
 
 class UpdateMetrics:
@@ -58,7 +68,7 @@ class UpdateMetrics:
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         reference = REFERENCE_SUMS if algorithm.kl_loss_coef else ()
-        self.names = SUMS + CORRECTION_SUMS[algorithm.old_log_prob] + reference
+        self.names = SUMS + DIAGNOSTICS + (WEIGHTED if algorithm.corrects else ()) + reference
         self.sums = torch.zeros(len(self.names), dtype=torch.float64)
         self.weight_max = torch.zeros(1, dtype=torch.float64)
 
@@ -78,17 +88,21 @@ class UpdateMetrics:
         return dict(zip(self.names, self.sums.tolist(), strict=True))
 
     def result(self) -> dict[str, float]:
-        """`loss`, `tokens`, `skipped` (1 without tokens, else 0), and the means over tokens."""
+        """`loss`, `tokens`, `rollouts`, `skipped` (1 without tokens, else 0), and means over tokens and rollouts."""
         totals = self.totals
         tokens = totals["tokens"]
         means = {
-            metric: totals[name] / tokens if tokens else without_tokens
-            for name, (metric, without_tokens) in MEANS.items()
+            metric: totals[name] / totals[by] if totals[by] else empty
+            for name, (metric, by, empty) in MEANS.items()
             if name in totals
         }
+        means |= {name: means[name] - 1 for name in CHI2}
         if "weight" in totals:
             means["correction/weight_max"] = self.weight_max.item()  # 0 without tokens: below that of any other step
-        return {"loss": totals["loss"], "tokens": tokens, "skipped": float(not tokens), **means}
+            squares = totals["weight_squares"]
+            means["correction/effective_sample_size"] = totals["weight"] ** 2 / (tokens * squares) if squares else 0.0
+        counts = {"tokens": tokens, "rollouts": totals["rollouts"], "skipped": float(not tokens)}
+        return {"loss": totals["loss"], **counts, **means}
 
 
 class PolicyRank:
@@ -124,6 +138,7 @@ class PolicyRank:
         torch.manual_seed(seed)
         self.model_path, self.trainer, self.algorithm = Path(model_path), trainer, algorithm
         self.temperature, self.world, self.updates = temperature, world or World(), 0
+        self.mean_weight = 1.0  # of the importance weights of the current step
         self.device = self.world.device
         self.dtype = compute_dtype(trainer.precision, self.device)
         load = load_model if self.world.rank == 0 else load_meta_model  # `shard_model` broadcasts the values
@@ -164,7 +179,9 @@ class PolicyRank:
         """
         timings, metrics, rate = Timings(), UpdateMetrics(self.algorithm), self.learning_rate()
         self.start.enter(version)
-        for batch, start in zip(micro_batches, self.start_log_probs(micro_batches, timings), strict=True):
+        starts = self.start_log_probs(micro_batches, timings)
+        self.mean_weight = self.step_mean_weight(micro_batches, starts, timings)
+        for batch, start in zip(micro_batches, starts, strict=True):
             if len(batch.targets):
                 metrics.add(self.backward(batch, denominator, timings, start))
             elif self.world.size > 1:
@@ -207,38 +224,56 @@ class PolicyRank:
     def loss(
         self, batch: MicroBatch, denominator: float, start: Float32Array | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch, and the sums of `ppo_clip`, `kl_penalty` and the correction.
+        """The loss of one micro-batch, and the sums of `policy_loss`, `kl_loss` and the correction.
 
         Args:
             batch: the micro-batch.
             denominator: of the whole step.
             start: `[K]` log-probs under the version's start; None if it is the current policy.
         """
-        log_probs, algorithm = self.forward(self.network, batch), self.algorithm
+        algorithm, rollouts = self.algorithm, Rollouts.of(self.to_device(batch.targets.rollout))
+        log_probs, entropy = self.forward(self.network, batch)
         sampled, advantages, weights = map(
             self.to_device, (batch.targets.old_log_probs, batch.targets.advantages, batch.targets.weights)
         )
         old = self.old_log_probs(batch, log_probs.detach(), sampled, start)
-        corrected, correction = weights, {"gap": (old - sampled).abs().sum()}
-        if algorithm.old_log_prob == "decoupled":
-            behaviour, counted = behaviour_weights(old, sampled, algorithm.behaviour_cap)
-            corrected, correction = weights * behaviour, correction | counted
-        loss, sums = ppo_clip(
-            log_probs,
-            old,
-            advantages,
-            corrected,
-            denominator=denominator,
-            clip_ratio_low=algorithm.clip_ratio_low,
-            clip_ratio_high=algorithm.clip_ratio_high,
-            dual_clip=algorithm.dual_clip,
-        )
+        log_ratio = self.trained(old, log_probs.detach()) - sampled
+        sums, factors = diagnostics(log_ratio, sampled, rollouts), weights
+        if algorithm.corrects:
+            correction, counted = correct(algorithm, log_ratio, rollouts, self.mean_weight)
+            factors, sums = weights * correction, sums | counted
+        loss, counted = policy_loss(algorithm, log_probs, old, advantages, factors, rollouts, denominator=denominator)
+        sums |= counted | {"entropy": entropy.detach().sum()}
+        if algorithm.entropy_coef:
+            loss = loss - algorithm.entropy_coef * (weights * entropy).sum() / denominator
         if self.reference is not None:
             with torch.no_grad():
-                reference = self.forward(self.reference, batch)
-            penalty, distance = kl_penalty(log_probs, reference, weights, denominator=denominator)
-            loss, sums = loss + algorithm.kl_loss_coef * penalty, sums | distance
-        return loss, sums | correction
+                reference, _ = self.forward(self.reference, batch)
+            kind = algorithm.kl_loss_type
+            term, counted = kl_loss(kind, log_probs, reference, sampled, weights, denominator=denominator)
+            loss, sums = loss + algorithm.kl_loss_coef * term, sums | counted
+        return loss, sums
+
+    def trained(self, old: Tensor, current: Tensor) -> Tensor:
+        """The policy whose distance to the sampling policy is corrected: the current one where `old` is the latter."""
+        return current if self.algorithm.old_log_prob == "rollout" else old
+
+    def step_mean_weight(
+        self, micro_batches: Sequence[MicroBatch], starts: Sequence[Float32Array | None], timings: Timings
+    ) -> float:
+        """The mean importance weight of the whole step, by a forward pass; 1 unless weights are normalised by it."""
+        if not self.algorithm.rollout_correction.rollout_is_batch_normalize:
+            return 1.0
+        total = torch.zeros(2, dtype=torch.float64)
+        with timings.phase("old_log_prob"):
+            for batch, current, start in zip(micro_batches, self.log_probs(micro_batches), starts, strict=True):
+                if len(batch.targets):
+                    now, sampled = self.to_device(current), self.to_device(batch.targets.old_log_probs)
+                    log_ratio = self.trained(self.old_log_probs(batch, now, sampled, start), now) - sampled
+                    rollouts = Rollouts.of(self.to_device(batch.targets.rollout))
+                    total += weight_sums(self.algorithm, log_ratio, rollouts).double().cpu()
+        weight, count = self.world.all_reduce(total).tolist()
+        return weight / count if weight else 1.0
 
     def old_log_probs(self, batch: MicroBatch, current: Tensor, sampled: Tensor, start: Float32Array | None) -> Tensor:
         """`[K]` log-probs in the denominator of the ratio, as `algorithm.old_log_prob` says."""
@@ -249,11 +284,13 @@ class PolicyRank:
             return log_linear(current, sampled, versions, version=self.start.version, done=self.start.done)
         return current if start is None else self.to_device(start)
 
-    def forward(self, network: Network, batch: MicroBatch) -> Tensor:
-        """`[K]` float32 log-probs of the targets at the sampling temperature."""
+    def forward(self, network: Network, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """`[K]` float32 log-probs of the targets at the sampling temperature, and `[K]` entropies."""
         arrays = (batch.token_ids, batch.positions, batch.ends, *batch.predictors(), batch.targets.target_ids)
-        log_probs: Tensor = network(*(self.to_device(array).long() for array in arrays), self.temperature)
-        return log_probs
+        result: tuple[Tensor, Tensor] = network(
+            *(self.to_device(array).long() for array in arrays), self.temperature, self.algorithm.entropy_coef != 0
+        )
+        return result
 
     def to_device(self, array: NDArray[Any]) -> Tensor:
         return torch.tensor(array, device=self.device)  # a copy, because Ray's arrays are read-only
@@ -283,7 +320,7 @@ class PolicyRank:
     def batch_log_probs(self, batch: MicroBatch) -> Float32Array:
         """`[K]` of one micro-batch; without targets, this rank only takes part in the passes of the others."""
         if len(batch.targets):
-            log_probs: Float32Array = self.forward(self.network, batch).cpu().numpy()
+            log_probs: Float32Array = self.forward(self.network, batch)[0].cpu().numpy()
             return log_probs
         if self.world.size > 1:
             self.forward(self.network, IDLE)
@@ -295,7 +332,9 @@ class PolicyRank:
         ids = self.to_device(token_ids).long()
         positions = torch.arange(len(ids), device=self.device)
         ends = torch.full_like(ids, len(ids))
-        log_probs = self.network(ids[None], positions[None], ends[None], positions[:-1], positions[:-1], ids[1:], 1.0)
+        log_probs, _ = self.network(
+            ids[None], positions[None], ends[None], positions[:-1], positions[:-1], ids[1:], 1.0
+        )
         scores: Float32Array = log_probs.cpu().numpy()
         return scores
 

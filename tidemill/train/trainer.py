@@ -280,7 +280,7 @@ class Trainer:
                 advantage,
                 limit,
                 aggregation=algorithm.aggregation,
-                keep_all=algorithm.kl_loss_coef > 0,
+                keep_all=algorithm.needs_all_tokens,
                 first=first,
             )
             first += len(group.rollouts)

@@ -210,7 +210,8 @@ def old_log_probs(done: Conversion, known: Mapping[str, Any]) -> dict[str, Any]:
             "only with bypass_mode=False; the ratio to the engine's log-probs already corrects"
         )
     if weighting:
-        return {"algorithm.old_log_prob": "decoupled", **({} if cap is None else {"algorithm.behaviour_cap": cap})}
+        ours = {"algorithm.old_log_prob": "decoupled", f"{CORRECTION}rollout_is": weighting}
+        return ours if cap is None else ours | {f"{CORRECTION}rollout_is_threshold": cap}
     if not same(cap, verl_defaults()[f"{CORRECTION}rollout_is_threshold"]):
         done.left_out[f"{CORRECTION}rollout_is_threshold = {cap}"] = "it has no effect without rollout_is"
     return {"algorithm.old_log_prob": "version_start"} if computed else {}
