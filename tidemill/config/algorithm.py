@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tidemill.config.correction import Above0, CorrectionConfig
+from tidemill.config.presets import with_preset
 from tidemill.config.section import Fraction, NonNegative, Number, Section
 
 OldLogProb = Literal["rollout", "version_start", "decoupled"]
 LossMode = Literal["ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient", "icepop"]
 KlLossType = Literal["k2", "k3", "k3+", "k3_weighted"]
+Preset = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "icepop", "rloo", "reinforce_pp",
+    "reinforce_pp_baseline", "pass_at_k", "gdpo", "areal",
+]  # fmt: skip
 AdvEstimator = Literal[
     "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k", "gdpo"
 ]
@@ -22,10 +27,14 @@ DISCOUNTED: tuple[AdvEstimator, ...] = ("reinforce", "reinforce_plus_plus")
 
 
 class AlgorithmConfig(Section):
-    """Group-relative advantages (GRPO, Shao et al. 2024, arXiv:2402.03300) and the clipped surrogate loss of PPO
-    (Schulman et al. 2017, arXiv:1707.06347).
+    """How advantages follow from rewards, and the loss. The defaults are those of GRPO (Shao et al. 2024,
+    arXiv:2402.03300) without a KL term, with the clipped surrogate loss of PPO (Schulman et al. 2017,
+    arXiv:1707.06347).
     """
 
+    preset: Preset | None = None
+    """Values of a published algorithm for the settings of this section that are left out; `docs/algorithms.md` lists
+    them, and the resolved settings of the run show them."""
     adv_estimator: AdvEstimator = "grpo"
     """How advantages follow from rewards; `docs/algorithms.md` has the formulas. `grpo`, `rloo` and `pass_at_k` compare
     the rollouts of a prompt, `gdpo` each reward function for itself; `reinforce` and `reinforce_plus_plus` take the
@@ -77,6 +86,11 @@ class AlgorithmConfig(Section):
     the start of the version; `loglinear`, interpolated between those at sampling and the current ones by the token's
     version (Li et al. 2025, arXiv:2512.06547), without that pass and without a second copy of the parameters."""
     rollout_correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_in_preset(cls, settings: Any) -> Any:
+        return with_preset(settings) if isinstance(settings, dict) else settings
 
     @property
     def importance_sampling(self) -> Literal["token", "sequence"] | None:
