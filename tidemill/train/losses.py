@@ -55,26 +55,8 @@ def policy_loss(
         The scalar loss, and sums over tokens, which add up over micro-batches and ranks: `tokens`, `ratio`, `clipped`
         and `kl`, the estimate `k3` of KL(old || policy).
     """
-    low, high = algorithm.clip_ratio_low, algorithm.clip_ratio_high
     log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    match algorithm.loss_mode:
-        case "ppo_clip":
-            objective, clipped = ppo_clip(log_ratio, advantages, low, high, algorithm.dual_clip)
-        case "gspo":
-            objective, clipped = gspo(log_ratio, advantages, rollouts, low, high)
-        case "gspo_token":
-            objective, clipped = gspo_token(log_ratio, advantages, rollouts, low, high)
-        case "cispo":
-            objective, clipped = cispo(log_probs, log_ratio, advantages, low, high)
-        case "sapo":
-            objective, clipped = sapo(log_ratio, advantages, algorithm.tau_pos, algorithm.tau_neg)
-        case "dppo_tv" | "dppo_kl":
-            distance = total_variation if algorithm.loss_mode == "dppo_tv" else binary_kl
-            objective, clipped = dppo(log_ratio, advantages, distance(log_probs.detach(), old_log_probs), low, high)
-        case "icepop":
-            objective, clipped = icepop(log_probs, log_ratio, advantages, low, high)
-        case "policy_gradient":
-            objective, clipped = advantages * log_probs, torch.zeros_like(advantages, dtype=torch.bool)
+    objective, clipped = objectives(algorithm, log_probs, old_log_probs, log_ratio, advantages, rollouts)
     loss = -(weights * objective).sum() / denominator
     with torch.no_grad():
         ratio = log_ratio.exp()
@@ -85,6 +67,36 @@ def policy_loss(
             "kl": k3(log_ratio).sum(),
         }
     return loss, sums
+
+
+def objectives(
+    algorithm: AlgorithmConfig,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    rollouts: Rollouts,
+) -> Objective:
+    """The objective of each token by `algorithm.loss_mode`; the arguments are those of `policy_loss`."""
+    low, high = algorithm.clip_ratio_low, algorithm.clip_ratio_high
+    match algorithm.loss_mode:
+        case "ppo_clip":
+            return ppo_clip(log_ratio, advantages, low, high, algorithm.dual_clip)
+        case "gspo":
+            return gspo(log_ratio, advantages, rollouts, low, high)
+        case "gspo_token":
+            return gspo_token(log_ratio, advantages, rollouts, low, high)
+        case "cispo":
+            return cispo(log_probs, log_ratio, advantages, low, high)
+        case "sapo":
+            return sapo(log_ratio, advantages, algorithm.tau_pos, algorithm.tau_neg)
+        case "dppo_tv" | "dppo_kl":
+            distance = total_variation if algorithm.loss_mode == "dppo_tv" else binary_kl
+            return dppo(log_ratio, advantages, distance(log_probs.detach(), old_log_probs), low, high)
+        case "icepop":
+            return icepop(log_probs, log_ratio, advantages, low, high)
+        case "policy_gradient":
+            return advantages * log_probs, torch.zeros_like(advantages, dtype=torch.bool)
 
 
 def ppo_clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None) -> Objective:
