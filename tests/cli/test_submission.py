@@ -260,7 +260,7 @@ def test_what_the_first_step_would_refuse_is_refused_before_anything_is_sent(
 )
 def test_schedule_does_one_thing_at_a_time(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", *words, "--endpoint", "http://127.0.0.1:9"]) == 2
-    assert "Allowed: a run file with --cron, or --list, or --delete NAME with --wait" in capsys.readouterr().err
+    assert "Allowed: FILE with --cron, or --list, or --delete NAME with --wait" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("keys")
@@ -332,7 +332,7 @@ def test_what_kfp_refuses_is_told_in_its_words(kfp: Kfp, run_file: str, capsys: 
         (["submit", "RUN", "name=" + "a" * 55, "--endpoint", "http://kfp"], "name = 'aaa"),
         (["submit", "RUN", "--resume", "Bad Name", "--endpoint", "http://kfp"], "name = 'Bad Name'"),
         (["schedule", "RUN", "--cron", "0 25 * * *"], "cron = '0 25 * * *'. Allowed: hour from 0 to 23"),
-        (["schedule", "RUN"], "Allowed: a run file with --cron, or --list"),
+        (["schedule", "RUN"], "Allowed: FILE with --cron, or --list"),
     ],
 )
 @pytest.mark.usefixtures("keys")

@@ -369,3 +369,8 @@ def test_text_of_an_override_loses_no_letter(text: str) -> None:
 def test_option_of_a_source_in_another_base_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the part after the question mark: Line 1, column 1: YAML reads 010 as 8"):
         load_rows("reasoning_gym://basic_arithmetic?size=3&seed=010", parse().data)
+
+
+def test_a_refusal_of_our_own_is_without_words_of_the_validator() -> None:
+    error = refusal("rewards.0.options={response: abc}")
+    assert error.allowed == "response must be a text that has {text} or {raw} once, such as <think>{text}"

@@ -70,7 +70,7 @@ def test_the_settings_are_compared_without_tensors(addition: RunConfig, store: O
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     checkpoints = Checkpoints(store, addition.name, 2)
     check_fit(addition, checkpoints)
-    checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
+    checkpoints.commit(1, tmp_path, restart_of(addition).to_state())
     place = checkpoints.manifest(1).folder
     store.put_bytes(f"{place}/model.safetensors", b"damaged")  # of the same size
     check_fit(addition, checkpoints)
@@ -78,6 +78,9 @@ def test_the_settings_are_compared_without_tensors(addition: RunConfig, store: O
         check_fit(changed(addition, "algorithm.kl_loss_coef=0.5"), checkpoints)
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume = 'never'. Allowed: auto"):
         check_fit(changed(addition, "checkpoint.resume=never"), checkpoints)
+    check_fit(changed(addition, "trainer.steps=7"), checkpoints)
+    with pytest.raises(ConfigError, match=r"^trainer\.steps = 6. Allowed: at least 7, the steps that addition has"):
+        check_fit(changed(addition, "trainer.steps=6"), checkpoints)
 
 
 def test_a_restart_reads_back_from_json(addition: RunConfig) -> None:

@@ -378,7 +378,7 @@ def test_run_that_must_not_resume_is_refused_once_there_is_a_checkpoint(addition
     text = changed(addition, "checkpoint.resume=never")
     validated(text)
     with open_checkpoints(addition) as checkpoints:
-        checkpoints.commit(1, tmp_path, {"identity": identity(addition)})
+        checkpoints.commit(1, tmp_path, {"identity": identity(addition), "position": {"step": 1}})
     with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'never'. Allowed: auto, because addition has"):
         validated(text)
     validated(addition.to_yaml())
@@ -388,7 +388,7 @@ def test_settings_that_a_checkpoint_does_not_fit_are_refused_first(addition: Run
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts/model.safetensors").touch()
     with open_checkpoints(addition) as checkpoints:
-        checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition)})
+        checkpoints.commit(1, tmp_path / "parts", {"identity": identity(addition), "position": {"step": 1}})
     with pytest.raises(
         ConfigError, match=r"^asynchrony\.max_staleness = 2. Allowed: 1, the value at the start of addition"
     ):
@@ -405,7 +405,7 @@ def test_settings_that_a_checkpoint_in_a_store_elsewhere_does_not_fit_are_refuse
         (tmp_path / "parts").mkdir()
         (tmp_path / "parts/model.safetensors").touch()
         with open_checkpoints(run) as checkpoints:
-            checkpoints.commit(1, tmp_path / "parts", {"identity": identity(run)})
+            checkpoints.commit(1, tmp_path / "parts", {"identity": identity(run), "position": {"step": 1}})
         validated(changed(run, "trainer.steps=30"))
         with pytest.raises(
             ConfigError, match=r"^asynchrony\.max_staleness = 2. Allowed: 1, the value at the start of addition"

@@ -89,9 +89,9 @@ def test_a_discounted_reward_reaches_the_tokens_before_a_tool() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -7.3e6])
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "pass_at_k"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "pass_at_k", "gdpo"])
 def test_equal_rewards_give_exact_zeros(value: float, estimator: str) -> None:
-    assert not any(firsts([group_of(*[value] * 7)], estimator))
+    assert not any(firsts([group_of(*[value] * 7), group_of(1, 0, 0.3, 7)], estimator)[:7])
 
 
 @given(
@@ -161,6 +161,9 @@ def test_a_single_value_is_not_whitened() -> None:
 def test_a_reward_that_is_no_finite_number_is_refused(reward: float) -> None:
     with pytest.raises(DataError, match=r"prompts \[0\] have rewards"):
         estimated([group_of(1, reward)])
+    part = replace(make_rollout([5]), reward_parts={"f": reward})
+    with pytest.raises(DataError, match=r"prompts \[3\] have rewards"):
+        estimated([group_of(1, 0), make_group(3, [9], part)], "gdpo")
 
 
 def test_a_group_without_rollouts_is_refused() -> None:

@@ -172,7 +172,7 @@ def schedule(
 
     shared = (variants, prompts, endpoint, kfp_namespace, experiment, service_account, steps_image, store_endpoint)
     options = submission.Options(*shared, context.obj)
-    actions = {"a run file": file, "--cron": cron, "--list": list_, "--delete": delete, "--wait": wait, "--stop": stop}
+    actions = {"FILE": file, "--cron": cron, "--list": list_, "--delete": delete, "--wait": wait, "--stop": stop}
     submission.check_one_action(actions)
     if delete:
         return submission.delete_schedule(options, delete, wait=wait, stop=stop)

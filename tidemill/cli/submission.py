@@ -118,13 +118,13 @@ def check_one_action(given: Mapping[str, object]) -> None:
     """
     names = [name for name, value in given.items() if value]
     if names not in (
-        ["a run file", "--cron"],
+        ["FILE", "--cron"],
         ["--list"],
         ["--delete"],
         ["--delete", "--wait"],
         ["--delete", "--stop"],
     ):
-        allowed = "a run file with --cron, or --list, or --delete NAME with --wait, --stop or neither"
+        allowed = "FILE with --cron, or --list, or --delete NAME with --wait, --stop or neither"
         fix = 'For example: tidemill schedule run.yaml --cron "0 2 * * *"'
         raise ConfigError("schedule", " with ".join(names) or None, allowed, fix)
 

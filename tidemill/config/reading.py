@@ -37,7 +37,7 @@ WORDS = {
 UNITS = {"_s": ", in seconds", "_gib": ", in GiB", "_hours": ", in hours", "_tokens": ", in tokens"}
 """The unit of a number, by the end of the setting's name."""
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
-NOISE = re.compile(r"^\w+ should (be|have) | after validation, not \d+$")
+NOISE = re.compile(r"^Value error, |^\w+ should (be|have) | after validation, not \d+$")
 """Pydantic's words around what is allowed."""
 OTHER_BASES = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 """Numbers that YAML 1.1 reads as octal or sexagesimal."""

@@ -89,14 +89,20 @@ def check_fit(config: RunConfig, checkpoints: Checkpoints) -> None:
     """Refuse to resume a run whose checkpoints do not fit the settings; reads no tensor.
 
     Raises:
-        ConfigError: there are checkpoints and `checkpoint.resume` is `never`, or they were made with other settings.
+        ConfigError: there are checkpoints and `checkpoint.resume` is `never`, or they were made with other settings or
+            after more steps.
     """
     if config.checkpoint.resume == "never" and checkpoints.versions():
         fix = "Choose another name, or allow it to resume."
         raise ConfigError("checkpoint.resume", "never", f"auto, because {config.name} has checkpoints", fix)
     found = checkpoints.newest_valid(tensors=False)
-    if found is not None:
-        check_identity(config, found[1]["identity"])
+    if found is None:
+        return
+    check_identity(config, found[1]["identity"])
+    done = int(found[1]["position"]["step"])
+    if config.trainer.steps < done:
+        allowed = f"at least {done}, the steps that {config.name} has trained"
+        raise ConfigError("trainer.steps", config.trainer.steps, allowed, "Raise it to train further.")
 
 
 def find_restart(config: RunConfig, checkpoints: Checkpoints) -> Restart | None:

@@ -11,6 +11,7 @@ Shapes: N rollouts, of which each has R tokens; L is the largest number of learn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from math import comb
 
@@ -20,7 +21,7 @@ from scipy.signal import lfilter
 
 from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.errors import DataError
-from tidemill.records import Float32Array, Group
+from tidemill.records import Float32Array, Group, Rollout
 
 Float64Array = NDArray[np.float64]
 STD_EPS = 1e-6
@@ -162,6 +163,10 @@ def suffix_sums(values: Float64Array, decay: float) -> Float64Array:
     return sums
 
 
+def is_finite(rollout: Rollout) -> bool:
+    return all(map(math.isfinite, (rollout.reward, *rollout.reward_parts.values())))
+
+
 class Step:
     """The groups of a step as arrays over rollouts, and over the learned tokens of each from the left.
 
@@ -183,8 +188,8 @@ class Step:
         self.lengths = np.array([np.count_nonzero(mask) for mask in self.masks])
         self.learned = np.arange(self.lengths.max()) < self.lengths[:, None]
         self.rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
-        if not np.isfinite(self.rewards).all():
-            wrong = [group.uid for group in groups if not np.isfinite(group.rewards).all()]
+        wrong = [group.uid for group in groups if not all(map(is_finite, group.rollouts))]
+        if wrong:
             raise DataError(f"prompts {wrong} have rewards that are not finite numbers")
 
     def token_rewards(self) -> Float64Array:
@@ -197,15 +202,19 @@ class Step:
     def gdpo(self, weights: Mapping[str, float]) -> Float64Array:
         """Every part of the reward normalised for itself; GDPO, Liu et al. 2026, arXiv:2601.05242.
 
-            A_i = whiten(sum over parts k of weight_k (r_ik - mean_k) / (std_k + eps))
+            a_i = sum over parts k of weight_k (r_ik - mean_k) / (std_k + eps)
+            A_i = a_i / sqrt(variance(a) + eps)
 
-        Mean and standard deviation are those of a group, whitening is over all rollouts of the step.
+        Mean and standard deviation are those of a group, the variance is over all rollouts of the step. The mean of a
+        over the step is 0 and not subtracted, so that a group whose rewards are equal keeps exact zeros.
         """
         total = np.zeros(len(self.rewards))
         for name in sorted({name for rollout in self.rollouts for name in rollout.reward_parts}):
             part = np.array([rollout.reward_parts.get(name, 0.0) for rollout in self.rollouts], np.float64)
             total += weights[name.partition("/")[0]] * grpo(part, self.starts, normalize_std=True)
-        return whiten(total, np.ones(len(total), np.bool_))
+        variance = np.square(total).sum() / max(len(total) - 1, 1)
+        advantages: Float64Array = total / np.sqrt(variance + VARIANCE_EPS)
+        return advantages
 
     def at_tokens(self, advantages: Float64Array) -> Float64Array:
         """`[N, L]` from `[N]`."""
